@@ -140,7 +140,7 @@ def batched_outputs(graph: Graph) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """How the flattened outputs of microbatches become the model's output for the batch."""
+    """Recipe that joins the flattened outputs of microbatches to the model's output for the batch."""
 
     sizes: tuple[int, ...]
     joins: tuple[Join, ...]

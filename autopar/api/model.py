@@ -156,8 +156,8 @@ class ParallelModel:
     def forward_backward(self, x: Any, y: Any, return_outputs: bool = False, share: float = 1.0) -> StepResult:
         """Loss and gradients of a batch; gradients accumulate.
 
-        To train on a batch in pieces, call this on all but the last piece and `train_step` on the last one. Pass each
-        its share of the samples: the update then uses the gradient of the mean loss over all pieces.
+        To train on a batch in parts, call this on all but the last part and `train_step` on the last one. Pass each
+        its share of the samples: the update then uses the gradient of the mean loss over all parts.
 
         Args:
             x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs. The first dim of

@@ -87,7 +87,7 @@ class Header:
         except json.JSONDecodeError as error:
             raise CheckpointError(
                 f"{where} is not a complete JSON file: {error.msg} at line {error.lineno}, column {error.colno}. "
-                "autopar replaces it in one piece, so something else wrote it; use another checkpoint."
+                "autopar replaces it atomically, so something else wrote it; use another checkpoint."
             ) from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if not isinstance(version, int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MESSAGE_ALIGNMENT = 256  # byte; every message starts at a multiple
-# Larger buckets are exchanged in pieces. The barriers and the sum of a piece wait until matrix products leave the
+# Larger buckets are exchanged in parts. The barriers and the sum of a part wait until matrix products leave the
 # multiprocessors. The limit is so high that buckets of 1.3 GB (a model of 7 G parameters) are exchanged whole.
 MAX_SYMMETRIC_BUFFER_BYTES = 2**31
 SEGMENT_PADDING_BYTES = 64  # byte per rank, since segments are padded to equal length

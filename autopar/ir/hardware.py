@@ -75,7 +75,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """How programs run: compiled by torch.compile or eager, replayed from a CUDA graph or launched one by one."""
+    """Mode in which programs run: compiled by torch.compile or eager, and replayed from a CUDA graph or not."""
 
     compiled: bool = False
     captured: bool = False

@@ -31,12 +31,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies on the mesh axes on which it is not replicated.
+    """Layout of one tensor on the mesh axes on which it is not replicated.
 
     Args:
-        partial: axes whose ranks hold summands; the tensor is their sum. partial_gradient: axes whose ranks hold equal
-        copies with summands of the gradient, because each rank reads its copy
-            together with data that only this rank has.
+        partial: axes whose ranks hold summands; the tensor is their sum.
+        partial_gradient: axes whose ranks hold equal copies with summands of the gradient, because each rank reads its
+            copy together with data that only this rank has.
     """
 
     splits: tuple[Split, ...] = ()

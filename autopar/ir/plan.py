@@ -99,7 +99,7 @@ class Plan:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON. A file is replaced in one piece; a link or device (/dev/null) is written to."""
+        """Write the plan as JSON. A file is replaced atomically; a link or device (/dev/null) is written to."""
         target = Path(path)
         if target.is_symlink() or (target.exists() and not target.is_file()):
             target.write_text(self.to_json())

@@ -161,7 +161,7 @@ class BlockSharding:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SolverInfo:
-    """How the plan was found.
+    """Record of the search that found the plan.
 
     Args:
         gap: certified: (found − bound) / found of the solver's own model.

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.ir.plan_parts import BlockSharding, Collective, PlanView
-from autopar.ir.text import plain_table, wrapped
+from autopar.ir.text import numeric, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, percent, text
 
 FULLY_EXPOSED = 0.99  # share of collective time; with less of it exposed, the table tells how much is hidden
@@ -29,10 +29,7 @@ def sharding_parts(plan: PlanView) -> Sequence[RenderableType]:
 
 def split_table(plan: PlanView) -> Table:
     """A row per module of a block; neighbouring modules with equal sharding share a row."""
-    table = plain_table()
-    table.add_column("sharded")
-    table.add_column("module")
-    table.add_column(f"over {plan.mesh.tp} ranks")
+    table = plain_table("sharded", "module", f"over {plan.mesh.tp} ranks")
     blocks = merged_blocks(plan.blocks)
     for block in blocks[:MAX_BLOCKS]:
         name = block_name(block)
@@ -60,11 +57,7 @@ def merged_blocks(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
 
 def collective_table(plan: PlanView) -> Table:
     """A row per block and direction: the collectives and their time each time the block runs."""
-    table = plain_table()
-    table.add_column("collectives")
-    table.add_column("direction")
-    table.add_column("of one block and microbatch")
-    table.add_column("time", justify="right", no_wrap=True)
+    table = plain_table("collectives", "direction", "of one block and microbatch", *numeric("time", no_wrap=True))
     for block in [b for b in plan.blocks if b.collectives][:MAX_BLOCKS]:
         name = block_name(block)
         for direction in ("forward", "backward"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
 from autopar.ir.plan_parts import Alternative, PlanView, Stage
 from autopar.ir.sharding_table import sharding_parts
-from autopar.ir.text import labelled, plain_table, rendered, wrapped
+from autopar.ir.text import NONE, labelled, numeric, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 
 BAR_CELLS = 8
@@ -21,7 +21,6 @@ BAR_NAME_COLUMNS = 18  # columns for module names without which time bars are le
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
 NOTABLE_SHARE = 0.01  # share of a step from which reduction and optimizer have a row
 TIME_BAR = "F █ B ░"
-STYLES = {TIME_BAR: "cyan"}
 
 
 def plan_text(plan: PlanView, width: int = 100, color: bool = False) -> str:
@@ -90,7 +89,7 @@ def stage_table(plan: PlanView, width: int) -> Table:
         TIME_BAR: [time_bar(s, slowest) for s in stages],
         **recompute,
         "peak memory": [f"{peak} {share:>{max(map(len, shares))}}" for peak, share in zip(peaks, shares)],
-        "sends": [sent if s.send_bytes else "–" for s, sent in zip(stages, sends)],
+        "sends": [sent if s.send_bytes else NONE for s, sent in zip(stages, sends)],
     }
 
     def name_columns() -> int:
@@ -100,15 +99,12 @@ def stage_table(plan: PlanView, width: int) -> Table:
     if name_columns() < BAR_NAME_COLUMNS:
         del numbers[TIME_BAR]
     name_width = name_columns()
-    table = plain_table()
-    before_names = "chunk" if chunks else "ranks"
-    names_at = 1 + list(numbers).index(before_names)
-    for title in numbers:
-        table.add_column(
-            title, justify="left" if title == TIME_BAR else "right", no_wrap=True, style=STYLES.get(title, "")
-        )
-        if title == before_names:
-            table.add_column("from … to")
+    columns = numeric(*numbers, no_wrap=True)
+    if TIME_BAR in numbers:
+        columns[list(numbers).index(TIME_BAR)] = Column(TIME_BAR, style="cyan", no_wrap=True)
+    names_at = 1 + list(numbers).index("chunk" if chunks else "ranks")
+    columns.insert(names_at, Column("from … to"))
+    table = plain_table(*columns)
     for i, (first, last) in enumerate(stage_ends(stages)):
         where = wrapped(f"{first} … {last}" if first != last else first, max(name_width, MIN_NAME_COLUMNS))
         row = [cells[i] for cells in numbers.values()]
@@ -123,10 +119,7 @@ def footer(plan: PlanView) -> Table:
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
-    ends = {"reduction": prediction.reduce_seconds, "optimizer": prediction.optimizer_seconds}
-    if sum(ends.values()) >= NOTABLE_SHARE * seconds:
-        pipeline = {"pipeline": seconds - sum(ends.values())}
-        rows.append(("", " + ".join(f"{name} {text(t, TIME)}" for name, t in (pipeline | ends).items() if t)))
+    rows += step_parts(seconds, prediction.reduce_seconds, prediction.optimizer_seconds)
     if plan.chunks > 1:
         fullest = max(range(plan.mesh.devices), key=lambda rank: prediction.peak_bytes[rank])
         peak = prediction.peak_bytes[fullest]
@@ -152,16 +145,23 @@ def footer(plan: PlanView) -> Table:
     return labelled(rows)
 
 
+def step_parts(step_seconds: float, reduce_seconds: float, optimizer_seconds: float) -> list[tuple[str, str]]:
+    """Labelled line: the step as a sum of pipeline, reduction and optimizer; none if the last two are too short."""
+    ends = reduce_seconds + optimizer_seconds
+    if ends < NOTABLE_SHARE * step_seconds:
+        return []
+    parts = {"pipeline": step_seconds - ends, "reduction": reduce_seconds, "optimizer": optimizer_seconds}
+    return [("", " + ".join(f"{name} {text(seconds, TIME)}" for name, seconds in parts.items() if seconds > 0))]
+
+
 def alternative_table(plan: PlanView) -> Table:
     """A row per plan that was considered and not chosen."""
-    table = plain_table()
-    table.add_column("rejected", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("against this plan", justify="right")
-    table.add_column("")
+    table = plain_table(
+        Column("rejected", no_wrap=True), *numeric("step", no_wrap=True), *numeric("against this plan"), ""
+    )
     best = plan.prediction.step_seconds
     for alternative in plan.alternatives:
-        seconds = text(alternative.step_seconds, TIME) if alternative.step_seconds is not None else "–"
+        seconds = text(alternative.step_seconds, TIME) if alternative.step_seconds is not None else NONE
         table.add_row(alternative.label, seconds, comparison_text(alternative, best), alternative.note)
     return table
 
@@ -205,7 +205,7 @@ def time_bar(stage: Stage, slowest_seconds: float) -> str:
 def comparison_text(alternative: Alternative, best_seconds: float) -> str:
     """An alternative's step time relative to the chosen plan's."""
     if alternative.step_seconds is None or not best_seconds:
-        return "–"
+        return NONE
     ratio = alternative.step_seconds / best_seconds
     if ratio >= 2:
         return f"{ratio:.1f} × as long"

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from io import StringIO
 
 from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console, OverflowMethod, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 LABEL_CELLS = 10
+NONE = "–"  # cell without a value
 
 
 def rendered(parts: Sequence[RenderableType], width: int, color: bool) -> str:
@@ -30,9 +31,16 @@ def rendered(parts: Sequence[RenderableType], width: int, color: bool) -> str:
     return "\n".join(line.rstrip() for line in console.export_text(styles=color).rstrip().splitlines())
 
 
-def plain_table() -> Table:
-    """An empty table with a line below its header and two spaces between columns."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+def plain_table(*columns: Column | str) -> Table:
+    """A table without rows, with a line below its header and two spaces between columns."""
+    return Table(
+        *columns, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
+    )
+
+
+def numeric(*titles: str, no_wrap: bool = False, overflow: OverflowMethod = "ellipsis") -> list[Column]:
+    """Right-justified columns of a `plain_table`."""
+    return [Column(title, justify="right", no_wrap=no_wrap, overflow=overflow) for title in titles]
 
 
 def labelled(rows: Sequence[tuple[str, str]]) -> Table:

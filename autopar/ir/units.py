@@ -46,6 +46,11 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:,.{digits}f} %"
 
 
+def signed_percent(share: float) -> str:
+    """A difference as percentage with its sign: ``+1.5 %``."""
+    return f"{100 * share:+.1f} %"
+
+
 def of_type(thing: object) -> str:
     """The type of an object with its article: ``a str``, ``an int``."""
     name = type(thing).__name__

@@ -18,7 +18,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class ProfileSetting:
-    """Where the points of a cost model were measured; the fields are keys of the file's [raw] table.
+    """Device and software with which a cost model's points were measured; fields are keys of the file's [raw] table.
 
     Args:
         threads: of each process, on CPU; 0 on GPUs.
@@ -45,7 +45,7 @@ class ProfileSetting:
 
 @dataclass(frozen=True)
 class RegionSetting:
-    """Where and how compiled regions were timed: the cache has one folder for each.
+    """Device, software and settings with which compiled regions were timed; the cache has one folder for each.
 
     Args:
         driver: version of the GPU driver; empty on CPU.

@@ -56,7 +56,7 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class WorkersExit:
-    """How the workers of one run ended.
+    """Exit of the workers of one run.
 
     Args:
         codes: exit code of each rank; None where the caller had to end it.

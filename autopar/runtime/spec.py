@@ -41,7 +41,7 @@ class Parameters(list[nn.Parameter]):
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How a model is trained, the same on all ranks.
+    """Recipe by which a model is trained, equal on all ranks.
 
     Args:
         loss_fn, optimizer, lr_scheduler, ema, seed: as given to `autopar.parallelize`.

@@ -100,13 +100,13 @@ def local_repeats(name: str) -> Callable[[LocalOp], Op]:
 
 
 def local_split_size(part: LocalOp) -> Op:
-    """split.Tensor with the local size of a piece."""
+    """split.Tensor with the local size of a part."""
     dim = argument(part.op, 2, "dim", 0)
     return with_argument(part.op, 1, "split_size", part.shapes[0][dim])
 
 
 def local_split_sizes(name: str) -> Callable[[LocalOp], Op]:
-    """split_with_sizes with the local sizes of the pieces."""
+    """split_with_sizes with the local sizes of the parts."""
 
     def localise(part: LocalOp) -> Op:
         dim = argument(part.op, 2, "dim", 0)

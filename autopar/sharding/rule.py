@@ -18,12 +18,11 @@ LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which dims of an operation's tensors share a factor; splitting the factor splits the operation.
+    """Factors of an operation: dims of its tensors that are split together; splitting a factor splits the operation.
 
     Args:
-        operands, outputs: the letters of each dim of each tensor. An output with a letter is split in it; a letter that
-        no
-            output has is summed over.
+        operands, outputs: the letters of each dim of each tensor. An output with a letter is split in it; a letter
+            that no output has is summed over.
         sizes: of each letter.
         whole: letters that are never split.
         added: operands that enter a sum over letters as one further summand (a bias). Only the first rank adds it.

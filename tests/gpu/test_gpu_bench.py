@@ -1,4 +1,4 @@
-"""`autopar bench` on GPUs: compiled contestants in bf16 do the same work, plans run in the memory that they are for."""
+"""`autopar bench` on GPUs: compiled baselines in bf16 do the same work, plans run in the memory that they are for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import autopar
 from autopar import InfeasibleError, Plan
 from autopar.api.model_source import ModelSource
 from autopar.solve.space.constraints import memory_for
-from autopar.tools.bench.baselines.registry import CONTESTANTS
+from autopar.tools.bench.baselines.registry import BASELINES
 from autopar.tools.bench.run import run_bench
 from autopar.tools.report.measured_trace import early_arrivals
 
@@ -25,10 +25,10 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 
 
 @TWO
-def test_contestants_agree_on_two_gpus() -> None:
+def test_baselines_agree_on_two_gpus() -> None:
     constraints = {"pp": 2, "microbatches": 4, "precision": "bf16"}
     done = run_bench(
-        request(only=tuple(CONTESTANTS), constraints=constraints, compile=True, warmup=5, limit_seconds=300.0), print
+        request(only=tuple(BASELINES), constraints=constraints, compile=True, warmup=5, limit_seconds=300.0), print
     )
     reference = done.result.row("plain")
     for row in done.result.rows:

@@ -76,7 +76,7 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
 
 
 class PartitionerModel:
-    """Which tensors of a graph are written to memory in the forward, and from which sources the others are computed.
+    """Model of inductor's partitioner: tensors written to memory in the forward, and sources of all others.
 
     A tensor has the name of the first value in its memory. ``producer_index`` is the index of the operation that makes
     it, by name; ``written`` are the tensors that reach memory whether or not they are saved.

@@ -14,7 +14,7 @@ from autopar.ir.layout import REPLICATED, TP, Layout
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the ranks of one stage share its weights.
+    """Sharing of a stage's weights among its ranks.
 
     Args:
         tp: ranks that each hold a shard or a copy of a weight.

@@ -25,8 +25,14 @@ class ReadLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PropagationContext:
-    """What propagation needs besides the group: rules, candidate splits, whether samples may be split; and measured
-    factors by operation."""
+    """Context of propagation that all groups share.
+
+    Args:
+        book: sharding rules by operation.
+        splits: candidate splits.
+        batch_divides: whether samples may be split.
+        factors: measured factors by operation.
+    """
 
     book: RuleCache
     splits: CandidateSplits

@@ -70,7 +70,11 @@ def cost_model_text(
         tables.setdefault(table, {}).update((key, number_text(number)) for key, number in numbers.items())
     for table, entries in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {text}" for key, text in entries.items())]
-    lines += ["", "# What the constants were fitted from: seconds of operations with their FLOPs and bytes.", "[raw]"]
+    lines += [
+        "",
+        "# Measurements from which the constants were fitted: seconds of operations with their FLOPs and bytes.",
+        "[raw]",
+    ]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
     lines += ["points = [", *(f"  {point_text(point)}," for point in raw.points), "]", ""]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ class RegionProgressBar:
     def __call__(self, done: int, total: int, what: str) -> None:
         if not self.console.is_terminal:
             if done == 0:
-                print(f"timing {plural(total, 'piece')} of {what}", file=sys.stderr)
+                print(f"timing {plural(total, 'region')} of {what}", file=sys.stderr)
             return
         if done == 0:
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

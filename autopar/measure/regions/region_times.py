@@ -99,7 +99,7 @@ class RegionTimer:
             )
         if num_missing := len(programs.keys() - times_by_text.keys()):
             warnings.warn(
-                f"{plural(num_missing, 'piece')} of {what} need more memory than the device has free: priced by the "
+                f"{plural(num_missing, 'region')} of {what} need more memory than the device has free: priced by the "
                 "cost model.",
                 MeasuringWarning,
                 stacklevel=2,

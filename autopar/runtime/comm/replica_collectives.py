@@ -49,14 +49,14 @@ class ReplicaCollectives:
     def sum(self, flat: torch.Tensor) -> SendHandle:
         """Start an all-reduce in place."""
         if self.communicator is not None:
-            pieces = flat.split(MAX_SYMMETRIC_BUFFER_BYTES // flat.itemsize)
-            return self.on_side_stream(self.communicator.sum_segments, pieces)
+            parts = flat.split(MAX_SYMMETRIC_BUFFER_BYTES // flat.itemsize)
+            return self.on_side_stream(self.communicator.sum_segments, parts)
         return self.transport.start_sum(flat, self.ranks)
 
     def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         """Start a reduce-scatter in place: each replica gets the sum of its segment; the others are undefined then."""
         if self.communicator is not None:
-            return self.on_side_stream(self.communicator.reduce_segments, self.pieces(flat, bucket))
+            return self.on_side_stream(self.communicator.reduce_segments, self.parts(flat, bucket))
         if bucket.even:
             return self.transport.start_reduce_scatter(flat, self.ranks)
         return self.for_each_segment(self.transport.start_sum, flat, bucket)
@@ -64,7 +64,7 @@ class ReplicaCollectives:
     def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         """Start an all-gather in place: each replica's segment goes to all replicas."""
         if self.communicator is not None:
-            return self.on_side_stream(self.communicator.gather_segments, self.pieces(flat, bucket))
+            return self.on_side_stream(self.communicator.gather_segments, self.parts(flat, bucket))
         if bucket.even:
             return self.transport.start_all_gather(flat, self.ranks)
         return self.for_each_segment(self.transport.start_broadcast, flat, bucket)
@@ -80,22 +80,22 @@ class ReplicaCollectives:
 
         return wait_all
 
-    def pieces(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
-        """The segments in pieces that fit into the symmetric buffer."""
+    def parts(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
+        """The segments in parts that fit into the symmetric buffer."""
         segments = bucket.segments(flat)
         row = MAX_SYMMETRIC_BUFFER_BYTES // len(segments) // flat.itemsize
         starts = range(0, bucket.longest_segment, row)
         return [[segment[start : start + row] for segment in segments] for start in starts]
 
-    def on_side_stream(self, run: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
-        """Start a collective of each piece on the side stream, one after the other."""
+    def on_side_stream(self, run: Callable[[Any], None], parts: Sequence[Any]) -> SendHandle:
+        """Start a collective of each part on the side stream, one after the other."""
         if self.stream is None:
-            for piece in pieces:
-                run(piece)
+            for part in parts:
+                run(part)
             return lambda: None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for piece in pieces:
-                run(piece)
+            for part in parts:
+                run(part)
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)

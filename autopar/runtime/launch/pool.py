@@ -160,7 +160,7 @@ class WorkerPool:
         except OSError as error:
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
-                f"memory: {error.strerror}. The workers were told nothing. Use a smaller batch, or give the machine or "
+                f"memory: {error.strerror}. No worker received the call. Use a smaller batch, or give the machine or "
                 "container more memory."
             ) from error
         except Exception as error:
@@ -281,7 +281,7 @@ def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageE
     """Error that names the part of an argument which cannot be pickled."""
     where = find_unpicklable(thing, name).removeprefix(".").removeprefix("recipe.")
     return UsageError(
-        f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
+        f"{command} cannot send {where}, to the worker processes: {error}. No worker received the call. "
         "Pass tensors and plain data, and open files, locks and connections inside the functions that use them."
     )
 

@@ -90,7 +90,7 @@ def differ(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor) -> bool:
 
 
 class ProbeParam:
-    """Small parameter in one piece or two halves, whose parts differ in everything that an optimizer may measure.
+    """Small parameter, whole or in two halves, whose parts differ in everything that an optimizer may measure.
 
     Along every dim the values grow. The gradients change along it from constant to random and grow more at one step.
     """
@@ -225,7 +225,7 @@ def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimiz
 
 
 def first_state(value: Any, of: nn.Parameter, piece: nn.Parameter) -> Any:
-    """State for a piece in an optimizer that allocates its state when it is built (torch's Adagrad)."""
+    """State for a part of a parameter in an optimizer that allocates its state when it is built (torch's Adagrad)."""
     if isinstance(value, torch.Tensor) and value.shape == of.shape:
         return value.flatten()[:1].to(piece.dtype).expand(piece.shape).clone()
     return copy.deepcopy(value)

@@ -135,7 +135,7 @@ def parted(rank: int, dim: int, parts: str, rest: str) -> Dims:
 
 
 def split(position: int, default: int = 0) -> RuleFunction:
-    """A rule for a dim cut in pieces (split, chunk, glu); equal pieces are split alike.
+    """A rule for a dim cut into parts (split, chunk, glu); equal parts are split alike.
 
     Args:
         position: of the argument with the dim.
@@ -145,10 +145,10 @@ def split(position: int, default: int = 0) -> RuleFunction:
     def rule(call: BoundCall) -> Rule | None:
         shape = call.operands[0]
         dim = call.argument(position, "dim", default) % len(shape)
-        pieces = {made[dim] for made in call.outputs}
+        lengths = {made[dim] for made in call.outputs}
         size = call.outputs[0][dim]
         letters = dim_letters(shape)
-        if len(pieces) > 1 or not size or shape[dim] % size or not is_equal_split(call, shape[dim] // size):
+        if len(lengths) > 1 or not size or shape[dim] % size or not is_equal_split(call, shape[dim] // size):
             apart = (*letters[:dim], (), *letters[dim + 1 :])
             return make_rule(call, [letters], [apart] * len(call.outputs))
         made = (*letters[:dim], ("r",), *letters[dim + 1 :])
@@ -159,7 +159,7 @@ def split(position: int, default: int = 0) -> RuleFunction:
 
 
 def is_equal_split(call: BoundCall, parts: int) -> bool:
-    """Whether a rank has as many pieces: chunk makes fewer than requested where sizes do not divide."""
+    """Whether a rank has as many parts: chunk makes fewer than requested where sizes do not divide."""
     return not call.op.target.startswith("aten.chunk") or call.argument(1, "chunks") == parts
 
 

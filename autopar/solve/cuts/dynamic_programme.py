@@ -138,7 +138,7 @@ class Intervals:
 
     def times(self, stage: int) -> StageTimes:
         """Times of every interval on a stage."""
-        # What pins forbid differs from stage to stage, what links take does not.
+        # Pins differ from stage to stage; transfer times depend on the link alone.
         key = (None if self.is_last(stage) else self.problem.boundary[stage], stage if self.problem.pins else 0)
         if key not in self._times:
             self._times[key] = self._timed(stage, key[0])

@@ -229,7 +229,7 @@ def add_memory(
     """Weights + in flight · (saved + shared saved + received) + working set of every stage <= limit.
 
     Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s + fixed <= limit,
-    τ_s >= w[v, s]·transient_v − ρ[v, s], where ρ is what was let go of before the backward of v (`working_set`).
+    τ_s >= w[v, s]·transient_v − ρ[v, s], where ρ is what was freed before the backward of v (`working_set`).
     Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and u[v, s]·segment_v to τ_s's
     bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
 

@@ -19,7 +19,7 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
     Variables, for group v, stage or boundary s, flow f, holding k: y[v, s] binary (v is on a stage up to s), and
     w[v, s] = y[v, s] − y[v, s−1]; continuous x[f, s] (f crosses boundary s), a[s] (anything crosses), h[k, s] (stage s
     keeps k), τ[s] (working set), t[s], T, O. Where it is open whether stages recompute: r[s] binary, u[v, s] = r·w,
-    q[k, s] (s keeps the shared tensor k all the same).
+    q[k, s] (s keeps the shared tensor k nevertheless).
 
     ==========================================  ==============================================================
     y[v, s] <= y[v, s+1]                        `add_monotone`
@@ -31,7 +31,7 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
     a[s] >= x[f, s]                             `transfer_times`: transfers are α·a + Σ x·bytes/β, both ways
     h[k, s] >= w[v, s]                          `held`, every group v of the weight or saved tensor k
     Σ h·weights + n_s·(Σ w·saved + Σ h·shared   `add_memory`, n_s microbatches in flight,
-    + Σ x[·, s−1]·bytes) + τ[s] <= capacity     τ[s] >= w[v, s]·transient_v − what is let go of before v
+    + Σ x[·, s−1]·bytes) + τ[s] <= capacity     τ[s] >= w[v, s]·transient_v − what is freed before v
     u <= r[s], u <= w[v, s], u >= w + r − 1     `recomputations`; the memory of a stage gains n_s·(Σ u·(kept − saved)),
     q[k, s] >= h[k, s] − r[s]                   q replaces h of shared tensors, w·transient_v gains u·segment_v
     T >= t[s] = Σ w·seconds + Σ u·forward       `add_time_objective`

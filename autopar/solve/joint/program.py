@@ -18,7 +18,7 @@ from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, li
 
 # (group, choice, stage) -> w, 1 where the group runs this choice on this stage.
 Placed = Mapping[tuple[int, int, int], Expr]
-# What conversions on one stage cost, and 1 where they happen.
+# Costs of resharding on one stage, and the expression that is 1 where it happens.
 Converted = list[tuple[ReshardingCost, Expr]]
 
 

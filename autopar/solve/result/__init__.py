@@ -1,4 +1,4 @@
-"""What is told about a decision?
+"""How does a decision become a plan that explains itself?
 
 Input: a `Decision` (problem, prices, stage of every group). Output: a `Plan`.
 

@@ -101,7 +101,7 @@ def memory_text(whose: str, free_seconds: float, what: str) -> str:
 
 
 def memory_said(bound_by: str) -> str:
-    """What `memory_text` put before the rest, or nothing."""
+    """Beginning of a text by `memory_text`, up to the bound without the limit; empty for other texts."""
     before, then, _ = bound_by.partition("; then ")
     return before if then and before.startswith("memory of ") else ""
 

@@ -107,7 +107,7 @@ def _link(hardware: Hardware, src_rank: int, dst_rank: int) -> Link:
 
 
 def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Link, ...]:
-    """The link behind each stage but the last, of so many a rank. Raises as `hop_link`."""
+    """Link after each stage but the last, with so many stages per rank. Raises as `hop_link`."""
     return tuple(hop_link(hardware, mesh, s, s + 1) for s in range(mesh.pp * chunks - 1))
 
 

@@ -1,15 +1,15 @@
 """`autopar bench`: a plan and the usual ways to train without autopar, timed on this machine.
 
-Input: a `request.BenchRequest`. Output: a `result.BenchResult` with one row per contestant and variant.
+Input: a `request.BenchRequest`. Output: a `result.BenchResult` with one row per baseline and variant.
 
 Files in reading order:
     request.py              the request; result.py: the rows
-    baselines/              the contestants, and how each trains (registry.py lists them)
-    training.py             the interface between contestants and the worker
+    baselines/              the baselines, and how each trains (registry.py lists them)
+    training.py             the interface between baselines and the worker
     task.py                 payload of the worker processes, with model and batch
-    worker.py               builds a contestant and times its steps; rank_result.py is its result
-    outcome.py              runs the workers of one contestant
-    run.py                  makes the plans, runs the contestants, collects the rows
+    worker.py               builds a baseline and times its steps; rank_result.py is its result
+    outcome.py              runs the workers of one baseline
+    run.py                  makes the plans, runs the baselines, collects the rows
     calibration.py          `--calibrate`: predicted against measured, for a plan of every mesh
     bubble.py, flops.py, parts.py, description.py
 """

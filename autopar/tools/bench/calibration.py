@@ -17,7 +17,7 @@ from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import PriceSource
 from autopar.ir.units import percent, plural
-from autopar.tools.bench.baselines.registry import CONTESTANTS, BaselineVariant
+from autopar.tools.bench.baselines.registry import BASELINES, BaselineVariant
 from autopar.tools.bench.description import outcome_text, plan_label
 from autopar.tools.bench.request import BenchRequest, machine_for
 from autopar.tools.bench.result import BenchRow
@@ -171,7 +171,7 @@ def calibrate(
         for number, plan in enumerate(plans, start=1):
             head = f"[{number}/{len(plans)}] {plan_label(plan)}"
             progress(f"{head}: running")
-            row = bench.run_variant(CONTESTANTS["autopar"], BaselineVariant("", {}), plan)
+            row = bench.run_variant(BASELINES["autopar"], BaselineVariant("", {}), plan)
             progress(f"{head}: {outcome_text(row)}")
             if row.median_seconds is None:
                 failures.append(f"{plan_label(plan)}: {row.reason}")

@@ -1,4 +1,4 @@
-"""Runs a contestant's worker processes: the results of all ranks, or the failure that explains their absence."""
+"""Runs a baseline's worker processes: the results of all ranks, or the failure that explains their absence."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def sequence(model: nn.Module) -> list[nn.Module]:
         from timm.models.resnet import ResNet
         from timm.models.vision_transformer import VisionTransformer
     except ImportError as error:
-        raise NotExpressible(f"taking a model apart by hand needs timm: {error}") from error
+        raise NotExpressible(f"the split of a model into blocks needs timm: {error}") from error
     if isinstance(model, VisionTransformer):
         inner = list(model.blocks)
         head = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
@@ -122,7 +122,9 @@ def sequence(model: nn.Module) -> list[nn.Module]:
             *inner,
             ModelFunction(resnet_head, with_only_children(model, head)),
         ]
-    raise NotExpressible(f"nobody took {type(model).__name__} apart by hand here; timm's ViTs, Evas and ResNets are")
+    raise NotExpressible(
+        f"there is no split of {type(model).__name__} into blocks; timm's ViTs, Evas and ResNets have one"
+    )
 
 
 def example_image(model: Any) -> torch.Tensor:

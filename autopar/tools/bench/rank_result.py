@@ -1,4 +1,4 @@
-"""The result of one worker process of a contestant."""
+"""The result of one worker process of a baseline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RankFailure:
     """Why a rank failed.
 
     Args:
-        kind: "expressible" if the contestant cannot run this at all, "usage" if a setting is wrong, "memory" if a GPU
+        kind: "expressible" if the baseline cannot run this at all, "usage" if a setting is wrong, "memory" if a GPU
             ran out of memory, "time" if the limit passed, "died" if the process ended without a word, else the
             exception's class.
     """
@@ -44,8 +44,8 @@ class RankResult:
         losses: this rank's share of the loss of each step in order, warm-up included.
         peak_bytes: peak memory over all steps: of the allocator on a GPU, growth of the process on CPU.
         step_ns: host clock before and after each inspected step, with an idle device. On CPU these are the timed steps.
-        steps: spans of each inspected step, from rank 0 of contestants that run a plan.
-        tensor_bytes: peak bytes in tensors by rank, for contestants that count them.
+        steps: spans of each inspected step, from rank 0 of baselines that run a plan.
+        tensor_bytes: peak bytes in tensors by rank, for baselines that count them.
         failure: why there are no measurements.
     """
 

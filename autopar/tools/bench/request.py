@@ -19,21 +19,21 @@ from autopar.tools.bench.baselines.registry import check_names
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """The model, batch, constraints and contestants of one bench.
+    """The model, batch, constraints and baselines of one bench.
 
     Args:
         shape: of the images, [global batch, channels, height, width].
         classes: labels are below this.
         constraints: keyword arguments of `autopar.parallelize` that constrain plans or set how they run.
-        steps: timed steps of each contestant, after ``warmup`` others.
-        only: names of the contestants that take part; empty for the default ones.
-        skip: names of contestants that do not take part.
+        steps: timed steps of each baseline, after ``warmup`` others.
+        only: names of the baselines that take part; empty for the default ones.
+        skip: names of baselines that do not take part.
         microbatch_sizes: of torch.distributed.pipelining; None for the default ones.
-        limit_seconds: for each variant of each contestant.
+        limit_seconds: for each variant of each baseline.
         command: the command line, for the record.
 
     Raises:
-        UsageError: a contestant is unknown, none would be left, or a microbatch size does not fit the batch.
+        UsageError: a baseline is unknown, none would be left, or a microbatch size does not fit the batch.
     """
 
     source: ModelSource
@@ -68,7 +68,7 @@ def machine_for(request: BenchRequest) -> Machine:
         UsageError: this process was started by a launcher, or the machine cannot run the request.
     """
     if launched() is not None:
-        raise UsageError("bench starts the processes of each contestant itself. Run it without torchrun or srun.")
+        raise UsageError("bench starts the processes of each baseline itself. Run it without torchrun or srun.")
     machine = this_machine(request.devices, request.constraints.get("backend"))
     Options.of(request.constraints).check_machine(machine.device_type)
     return machine

@@ -1,4 +1,4 @@
-"""The result of a bench: one row per contestant and variant; a JSON file."""
+"""The result of a bench: one row per baseline and variant; a JSON file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """Bubble, prediction and memory of a contestant that runs a plan.
+    """Bubble, prediction and memory of a baseline that runs a plan.
 
     Args:
         bubble_predicted: share of the step, by the planner.
@@ -35,19 +35,20 @@ class PipelineResult:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One variant of one contestant.
+    """One variant of one baseline.
 
     Args:
-        title: of the contestant, in tables.
+        contestant: name of the baseline; the key in result files.
+        title: of the baseline, in tables.
         label: of the variant.
-        about: description of the contestant.
+        about: description of the baseline.
         settings: of the variant.
         step_seconds: of every timed step, on its slowest rank.
         losses: mean loss of every step, warm-up included.
         peak_bytes: by rank.
         reason: why there are no measurements.
         note: on losses that differ from the reference's.
-        best: whether this is the fastest variant of its contestant.
+        best: whether this is the fastest variant of its baseline.
     """
 
     contestant: str
@@ -126,12 +127,12 @@ class BenchResult:
 
     @property
     def best(self) -> tuple[BenchRow, ...]:
-        """The fastest row of each contestant."""
+        """The fastest row of each baseline."""
         return tuple(row for row in self.rows if row.best)
 
-    def row(self, contestant: str) -> BenchRow:
-        """The fastest row of a contestant."""
-        return next(row for row in self.best if row.contestant == contestant)
+    def row(self, baseline: str) -> BenchRow:
+        """The fastest row of a baseline."""
+        return next(row for row in self.best if row.contestant == baseline)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Runs a bench: makes the plans, runs the contestants one after the other, and collects their rows."""
+"""Runs a bench: makes the plans, runs the baselines one after the other, and collects their rows."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class BenchOutput:
 
 
 class BenchInterrupted(KeyboardInterrupt):
-    """Ctrl-C while contestants ran.
+    """Ctrl-C while baselines ran.
 
     Args:
-        output: of the contestants and variants that ran before.
-        num_done: contestants that ran with all variants.
-        num_contestants: contestants in all.
+        output: of the baselines and variants that ran before.
+        num_done: baselines that ran with all variants.
+        num_baselines: baselines in all.
     """
 
-    def __init__(self, output: BenchOutput, num_done: int, num_contestants: int) -> None:
-        super().__init__(f"after {num_done} of {plural(num_contestants, 'contestant')}")
+    def __init__(self, output: BenchOutput, num_done: int, num_baselines: int) -> None:
+        super().__init__(f"after {num_done} of {plural(num_baselines, 'baseline')}")
         self.output = output
 
 
@@ -72,15 +72,15 @@ def run_bench(
     progress: Callable[[str], None] = lambda text: None,
     keep: Callable[[BenchResult], None] = lambda result: None,
 ) -> BenchOutput:
-    """Run all contestants, each in its own processes. One that fails is a row with the reason.
+    """Run all baselines, each in its own processes. One that fails is a row with the reason.
 
     Args:
-        progress: called with a line of text when a contestant starts and ends.
+        progress: called with a line of text when a baseline starts and ends.
         keep: called with the result so far after every row.
 
     Raises:
         UsageError, InfeasibleError, TraceError: there is no plan to compare others with.
-        BenchInterrupted: Ctrl-C while contestants ran.
+        BenchInterrupted: Ctrl-C while baselines ran.
     """
     machine = machine_for(request)
     with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
@@ -98,7 +98,7 @@ class Bench:
         progress: Callable[[str], None],
         keep: Callable[[BenchResult], None],
     ) -> None:
-        """Make the plan and choose the contestants.
+        """Make the plan and choose the baselines.
 
         Args:
             folder: where plans are written for workers to read.
@@ -133,11 +133,11 @@ class Bench:
         return replace(new_plan, model=info)
 
     def run(self) -> BenchOutput:
-        """Run all contestants."""
+        """Run all baselines."""
         num_done, count = 0, len(self.baselines)
         try:
-            for contestant in self.baselines:
-                self.add_rows(contestant, f"[{num_done + 1}/{count}] {contestant.name}")
+            for baseline in self.baselines:
+                self.add_rows(baseline, f"[{num_done + 1}/{count}] {baseline.name}")
                 num_done += 1
         except KeyboardInterrupt as error:
             raise BenchInterrupted(self.output(), num_done, count) from error
@@ -147,53 +147,53 @@ class Bench:
         """The rows and the trace so far."""
         return BenchOutput(self.result(), self.trace)
 
-    def add_rows(self, contestant: Baseline, head: str) -> None:
-        """Run a contestant and add its rows as they come: one per variant, or one that says why there is none.
+    def add_rows(self, baseline: Baseline, head: str) -> None:
+        """Run a baseline and add its rows as they come: one per variant, or one that says why there is none.
 
         Args:
             head: beginning of its progress lines.
         """
         other_rows = self.rows
         rows: list[BenchRow] = []
-        for row in self.run_variants(contestant, head):
+        for row in self.run_variants(baseline, head):
             rows.append(row)
             fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0))
             marked = [replace(row, best=row is fastest) for row in rows]
             self.rows = with_loss_notes([*other_rows, *marked], self.plan.precision, self.batch_statistics)
             self.keep(self.result())
 
-    def run_variants(self, contestant: Baseline, head: str) -> Iterator[BenchRow]:
-        """Run the variants of a contestant; yields the row of each."""
+    def run_variants(self, baseline: Baseline, head: str) -> Iterator[BenchRow]:
+        """Run the variants of a baseline; yields the row of each."""
         try:
-            variants = contestant.variants(self.context)
-            contestant_plan = self.plan_of(contestant)
+            variants = baseline.variants(self.context)
+            baseline_plan = self.plan_of(baseline)
         except (NotExpressible, InfeasibleError) as error:
             self.progress(f"{head}: {error}")
-            yield replace(self.empty_row(contestant, BaselineVariant("", {})), reason=str(error))
+            yield replace(self.empty_row(baseline, BaselineVariant("", {})), reason=str(error))
             return
         for variant in variants:
             title = f"{head}{f', {variant.label}' if variant.label else ''}"
             if variant.reason is None:
                 self.progress(f"{title}: running")
-                row = self.run_variant(contestant, variant, contestant_plan)
+                row = self.run_variant(baseline, variant, baseline_plan)
             else:
-                row = replace(self.empty_row(contestant, variant), reason=variant.reason)
+                row = replace(self.empty_row(baseline, variant), reason=variant.reason)
             self.progress(f"{title}: {outcome_text(row)}")
             yield row
 
-    def plan_of(self, contestant: Baseline) -> Plan | None:
-        """The plan that a contestant runs; None if it runs none."""
+    def plan_of(self, baseline: Baseline) -> Plan | None:
+        """The plan that a baseline runs; None if it runs none."""
         mesh = self.plan.mesh
-        if contestant.name == "autopar":
+        if baseline.name == "autopar":
             return self.plan
         constraints = dict(self.constraints)
         for name in ("microbatches", "microbatch_size", "pins"):
             constraints.pop(name, None)
-        if contestant.name == "uniform":
+        if baseline.name == "uniform":
             constraints |= {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp, "microbatches": self.plan.microbatches}
             constraints |= {"schedule": self.plan.schedule, "chunks": self.plan.chunks, "balance": "uniform"}
             return self.make_plan(mesh.devices, **constraints)
-        if contestant.name == "single":
+        if baseline.name == "single":
             for name in ("pp", "tp", "dp", "zero1", "balance", "schedule", "chunks", "memory"):
                 constraints.pop(name, None)
             if self.machine.device_type == "cpu":
@@ -204,25 +204,25 @@ class Bench:
                 return self.make_plan(1, **constraints)
         return None
 
-    def empty_row(self, contestant: Baseline, variant: BaselineVariant) -> BenchRow:
+    def empty_row(self, baseline: Baseline, variant: BaselineVariant) -> BenchRow:
         """The row of a variant that was not run."""
         return BenchRow(
-            contestant=contestant.name,
-            title=contestant.title,
+            contestant=baseline.name,
+            title=baseline.title,
             label=variant.label,
-            about=contestant.about_in(self.plan.precision),
-            devices=1 if contestant.single else self.request.devices,
+            about=baseline.about_in(self.plan.precision),
+            devices=1 if baseline.single else self.request.devices,
             settings=dict(variant.settings),
         )
 
-    def run_variant(self, contestant: Baseline, variant: BaselineVariant, contestant_plan: Plan | None) -> BenchRow:
+    def run_variant(self, baseline: Baseline, variant: BaselineVariant, baseline_plan: Plan | None) -> BenchRow:
         """Run one variant in worker processes."""
-        row = self.empty_row(contestant, variant)
-        path = self.folder / f"{contestant.name}.plan.json"
-        if contestant_plan is not None:
-            contestant_plan.save(path)
-            row = replace(row, label=row.label or plan_label(contestant_plan))
-        task = self.task(contestant, variant, None if contestant_plan is None else str(path))
+        row = self.empty_row(baseline, variant)
+        path = self.folder / f"{baseline.name}.plan.json"
+        if baseline_plan is not None:
+            baseline_plan.save(path)
+            row = replace(row, label=row.label or plan_label(baseline_plan))
+        task = self.task(baseline, variant, None if baseline_plan is None else str(path))
         threads = self.machine.num_threads if self.machine.device_type == "cpu" else None
         outcome = run_baseline(task, row.devices, threads, self.request.limit_seconds)
         if outcome.failure is not None:
@@ -233,23 +233,23 @@ class Bench:
             peak_bytes=tuple(rank.peak_bytes for rank in outcome.ranks),
             losses=tuple(map(sum, zip(*(rank.losses for rank in outcome.ranks), strict=True))),
         )
-        if contestant_plan is not None:
-            row = replace(row, pipeline=pipeline_result(contestant_plan, outcome.ranks[0], seconds))
-        if contestant.name == "autopar":
+        if baseline_plan is not None:
+            row = replace(row, pipeline=pipeline_result(baseline_plan, outcome.ranks[0], seconds))
+        if baseline.name == "autopar":
             self.trace = chrome_trace(self.plan, outcome)
         return row
 
-    def task(self, contestant: Baseline, variant: BaselineVariant, plan_file: str | None) -> BenchTask:
+    def task(self, baseline: Baseline, variant: BaselineVariant, plan_file: str | None) -> BenchTask:
         """The payload of a variant's workers."""
         request = self.request
         return BenchTask(
-            contestant=contestant.name,
+            baseline=baseline.name,
             settings=variant.settings,
             model=request.source.name,
             model_kwargs=request.source.kwargs,
             shape=request.shape,
             classes=request.classes,
-            devices=1 if contestant.single else request.devices,
+            devices=1 if baseline.single else request.devices,
             device_type=self.machine.device_type,
             precision=self.plan.precision,
             channels_last=request.channels_last,
@@ -260,7 +260,7 @@ class Bench:
             plan=plan_file,
             tp=tp_ranks(self.context),
             run_settings={k: v for k, v in self.constraints.items() if k in RUN_SETTINGS},
-            memory_bytes=None if contestant.single else self.memory_bytes,
+            memory_bytes=None if baseline.single else self.memory_bytes,
         )
 
     def result(self) -> BenchResult:

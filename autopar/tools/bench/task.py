@@ -1,4 +1,4 @@
-"""The payload of a contestant's worker processes, and the model, batch and optimizer options that it stands for."""
+"""The payload of a baseline's worker processes, and the model, batch and optimizer options that it stands for."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MAX_BUILD_SHARE = 0.4  # share of a GPU's memory up to which a model's weights a
 
 @dataclass(frozen=True)
 class BenchTask:
-    """One run of one variant of a contestant. Model, data, precision and steps are equal for all contestants.
+    """One run of one variant of a baseline. Model, data, precision and steps are equal for all baselines.
 
     Args:
-        contestant: name of the contestant.
+        baseline: name of the baseline.
         settings: of the variant.
         shape: of the images, [global batch, channels, height, width].
         classes: labels are below this.
-        plan: file of the contestant's plan; None if it runs none.
+        plan: file of the baseline's plan; None if it runs none.
         tp: ranks of a tensor-parallel group.
         run_settings: keyword arguments of `autopar.parallelize`.
-        memory_bytes: memory of a GPU that a contestant with a plan may use; None for all of it.
+        memory_bytes: memory of a GPU that a baseline with a plan may use; None for all of it.
     """
 
-    contestant: str
+    baseline: str
     settings: Mapping[str, Any]
     model: str
     model_kwargs: Mapping[str, Any]
@@ -63,7 +63,7 @@ class BenchTask:
 
 
 def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
-    """The model in training mode, with equal weights for all contestants and ranks.
+    """The model in training mode, with equal weights for all baselines and ranks.
 
     A worker with a GPU initialises it there unless it is too large: that takes a second instead of minutes.
     """
@@ -79,7 +79,7 @@ def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
 
 
 def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [samples, channels, height, width] and labels [samples] on the device, equal for all contestants.
+    """Images [samples, channels, height, width] and labels [samples] on the device, equal for all baselines.
 
     Args:
         part: samples of the batch to return; all by default.
@@ -94,5 +94,5 @@ def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None
 
 
 def adamw_options(device_type: str) -> dict[str, Any]:
-    """Arguments of AdamW for every contestant: the fused kernel on GPUs."""
+    """Arguments of AdamW for every baseline: the fused kernel on GPUs."""
     return {"lr": LEARNING_RATE} | ({"fused": True} if device_type == "cuda" else {})

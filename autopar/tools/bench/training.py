@@ -1,4 +1,4 @@
-"""The interface between the worker process and a contestant that is ready to train."""
+"""The interface between the worker process and a baseline that is ready to train."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LossShare = Callable[[], float]  # this rank's share of the mean loss; called af
 
 @dataclass(frozen=True)
 class BaselineTrainer:
-    """A contestant on one rank.
+    """A baseline on one rank.
 
     Args:
         step: trains on the batch once; the shares of all ranks add up to the mean loss.
         close: releases what training holds.
-        stats: measurements of all ranks in the last step; a call of all ranks. None for contestants without a plan.
+        stats: measurements of all ranks in the last step; a call of all ranks. None for baselines without a plan.
         tensor_peaks: does a step that counts peak bytes in tensors, by rank. None on GPUs and without a plan.
     """
 

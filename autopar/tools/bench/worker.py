@@ -1,4 +1,4 @@
-"""One worker process of a contestant: builds the model, takes the steps, and measures them.
+"""One worker process of a baseline: builds the model, takes the steps, and measures them.
 
 Lines on stdout say how far it is. The timed steps on a GPU run as in a training loop: the host does not wait for them.
 A few inspected steps follow, after which the host reads how long each action took.
@@ -38,7 +38,7 @@ BUILDERS: Mapping[str, Callable[[BenchTask, WorkerContext], BaselineTrainer]] = 
     "plain": plain, "single": run_plan, "autopar": run_plan, "uniform": run_plan, "ddp": ddp, "fsdp2": fsdp2,
     "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
 }  # fmt: skip
-# Contestants for which the worker initialises the default process group; autopar initialises it itself.
+# Baselines for which the worker initialises the default process group; autopar initialises it itself.
 NEEDS_PROCESS_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}
 MAX_REASON_LENGTH = 300  # characters
 INSPECTED_STEPS = 3
@@ -71,11 +71,11 @@ def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
     """Build, warm up, and measure."""
     print_progress("building")
     on_gpu = worker.device.type == "cuda"
-    if task.contestant in NEEDS_PROCESS_GROUP:
+    if task.baseline in NEEDS_PROCESS_GROUP:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", device_id=worker.device if on_gpu else None, timeout=GROUP_TIMEOUT
         )
-    trainer = BUILDERS[task.contestant](task, worker)
+    trainer = BUILDERS[task.baseline](task, worker)
     gc.collect()
     barrier = make_barrier(worker)
     base_bytes = reset_peak(worker.device)

@@ -48,7 +48,7 @@ def callback(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Split an unmodified vision model over devices in the best way, and train it there.
+    """Find the fastest way to split an unmodified vision model over devices, and train it there.
 
     MODEL is a timm name (vit_large_patch16_224), torchvision:NAME, or package.module:factory.
 

@@ -32,32 +32,36 @@ TERMINATED = 143  # exit code that shells report for SIGTERM
 
 @dataclass(frozen=True)
 class BenchFlags:
-    """The contestants, their batch and their steps."""
+    """Baselines to run, their batch and their steps."""
 
     batch: Annotated[
         int | None,
         typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
     ] = None
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.", metavar="N")] = 10
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.", metavar="N")] = 5
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each baseline.", metavar="N")] = 10
+    warmup: Annotated[int, typer.Option(min=1, help="Untimed steps before them.", metavar="N")] = 5
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Contestants to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor. By "
-            "default all, uniform and dtensor where the plan has stages and tensor parallelism.",
+            help="Baselines to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor. By "
+            "default all, but uniform only if the plan has several stages, and dtensor only if it has tensor "
+            "parallelism.",
             metavar="NAME,…",
         ),
     ] = None
-    skip: Annotated[list[str] | None, typer.Option(help="Contestants to leave out.", metavar="NAME,…")] = None
+    skip: Annotated[list[str] | None, typer.Option(help="Baselines to leave out.", metavar="NAME,…")] = None
     microbatch_sizes: Annotated[
         str | None,
-        typer.Option(help="Microbatches to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
+        typer.Option(help="Microbatch sizes to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
     ] = None
     channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Model and images in this memory format, for all.")
+        bool,
+        typer.Option("--channels-last", help="Keep model and images in channels_last memory format, in all baselines."),
     ] = False
-    limit: Annotated[float, typer.Option(min=1, help="Seconds for each variant of a contestant.", metavar="N")] = 600.0
-    seed: Annotated[int, typer.Option(help="Of weights and images.", metavar="N")] = 0
+    limit: Annotated[
+        float, typer.Option(min=1, help="Time limit of each variant of a baseline, in seconds.", metavar="N")
+    ] = 600.0
+    seed: Annotated[int, typer.Option(help="Seed of weights and images.", metavar="N")] = 0
 
 
 @dataclass(frozen=True)
@@ -65,18 +69,21 @@ class OutputFlags:
     """The files to write, and whether predictions are calibrated instead."""
 
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the result as JSON, after every row.", metavar="FILE")
+        Path | None,
+        typer.Option("-o", "--output", help="Write the result as JSON; updated after every row.", metavar="FILE"),
     ] = None
-    png: Annotated[Path | None, typer.Option(help="Draw the result.", metavar="FILE")] = None
+    png: Annotated[Path | None, typer.Option(help="Write a bar chart of the result as PNG.", metavar="FILE")] = None
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="Instead: the plan and the best of every other mesh, predicted against measured. Adds to -o.",
+            help="Compare predicted with measured steps and peaks, for the best plan of every mesh; runs no other "
+            "baselines. Adds to the file of -o.",
         ),
     ] = False
     trace: Annotated[
-        Path | None, typer.Option(help="Write a step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write a measured step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE"),
     ] = None
 
     def check(self, flags: BenchFlags) -> None:
@@ -106,12 +113,13 @@ class OutputFlags:
     def report(self, output: BenchOutput) -> list[Path]:
         """Print the tables, draw the picture and write the trace; returns all files that have been written."""
         from autopar.tools.cli.output import show, write
-        from autopar.tools.report.bench_picture import draw
+        from autopar.tools.report.bench_picture import figure_of
         from autopar.tools.report.bench_table import bench_parts
+        from autopar.tools.report.figure import save_figure
 
         show(bench_parts(output.result))
         if self.png is not None:
-            draw(output.result, self.png)
+            save_figure(figure_of(output.result), self.png)
         if self.trace is not None and output.trace is not None:
             write(self.trace, json.dumps(output.trace))
         written = (self.output, self.png, self.trace if output.trace is not None else None)
@@ -128,13 +136,13 @@ def bench(
     bench_flags: BenchFlags,
     output_flags: OutputFlags,
 ) -> None:
-    """Time MODEL's plan on this machine beside the plain loop, DDP, FSDP2, pipelining, DTensor and uniform cuts."""
+    """Time MODEL's plan on this machine, and baselines: a plain loop, DDP, FSDP2, pipelining, DTensor, uniform cuts."""
     request = bench_request(model, devices, model_flags, plan_flags, run_flags, bench_flags)
     output_flags.check(bench_flags)
     if output_flags.calibrate:
         run_calibration(request, output_flags)
     else:
-        run_contestants(request, output_flags)
+        run_baselines(request, output_flags)
 
 
 def bench_request(
@@ -192,11 +200,11 @@ def bench_request(
     )
 
 
-def run_contestants(request: BenchRequest, outputs: OutputFlags) -> None:
+def run_baselines(request: BenchRequest, outputs: OutputFlags) -> None:
     """Run the bench, show and write its result; after Ctrl-C the rows so far.
 
     Raises:
-        Exit: no contestant has measurements.
+        Exit: no baseline has measurements.
     """
     from autopar.tools.bench.run import BenchInterrupted, run_bench
 
@@ -212,7 +220,7 @@ def run_contestants(request: BenchRequest, outputs: OutputFlags) -> None:
         typer.echo(f"Interrupted {error}; {what}.", err=True)
         raise
     except KeyboardInterrupt:
-        typer.echo("Interrupted before the first contestant; nothing was written.", err=True)
+        typer.echo("Interrupted before the first baseline; nothing was written.", err=True)
         raise
     outputs.report(output)
     if outputs.trace is not None and output.trace is None:
@@ -225,8 +233,9 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
     """Measure, show, draw and save the errors of predictions; the file has all plans so far after each."""
     from autopar.tools.bench.calibration import Calibration, band_text, calibrate
     from autopar.tools.cli.output import show, write
-    from autopar.tools.report.calibration_picture import draw
+    from autopar.tools.report.calibration_picture import figure_of
     from autopar.tools.report.calibration_table import calibration_parts
+    from autopar.tools.report.figure import save_figure
 
     path = outputs.output
     earlier = Calibration.load(path) if path is not None and path.exists() and path.stat().st_size else None
@@ -243,7 +252,7 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
             f"\nPlans print this band when their cost model, or a copy of it, has\n\n{band_text(result, date.today())}"
         )
     if outputs.png is not None:
-        draw(result, outputs.png)
+        save_figure(figure_of(result), outputs.png)
 
 
 @contextmanager
@@ -274,7 +283,7 @@ def parse_names(flag: str, texts: list[str] | None) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
     if texts and not names:
-        raise UsageError(f"{flag} {','.join(texts)!r} names no contestant. Write names such as ddp,fsdp2.")
+        raise UsageError(f"{flag} {','.join(texts)!r} names no baseline. Write names such as ddp,fsdp2.")
     return names
 
 

@@ -25,12 +25,12 @@ def check(
         int | None,
         typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="AdamW steps.", metavar="N")] = 3,
-    seed: Annotated[int, typer.Option(help="Of weights and inputs.", metavar="N")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="AdamW steps to compare.", metavar="N")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.", metavar="N")] = 0,
 ) -> None:
     """Prove on this machine that MODEL computes the same on N devices as on one.
 
-    Stages run operation by operation; with --compile through torch.compile, whose kernels round differently.
+    Stages run eagerly, unless --compile is given: kernels of torch.compile round differently.
     """
     constraints = plan_flags.constraints() | run_flags.constraints()
     import torch

@@ -21,15 +21,15 @@ class Mode(StrEnum):
 @takes_flags
 def codegen(
     plan: Annotated[Path, typer.Argument(help="A plan file, as written by `autopar plan -o`.", metavar="PLAN.json")],
-    rank: Annotated[int, typer.Option(help="Whose program to print.", metavar="R")],
-    mode: Annotated[Mode, typer.Option(help="The training or the evaluation graph.")] = Mode.train,
+    rank: Annotated[int, typer.Option(help="Rank whose program is printed.", metavar="R")],
+    mode: Annotated[Mode, typer.Option(help="Program for training or for evaluation.")] = Mode.train,
     model: Annotated[
         str | None,
         typer.Option("--model", help="Build this model instead of the one named in the plan.", metavar="MODEL"),
     ] = None,
     model_kwargs: Annotated[
         list[str] | None,
-        typer.Option(help="Its arguments, instead of those in the plan.", metavar="NAME=VALUE ..."),
+        typer.Option(help="Arguments of the model, instead of those in the plan.", metavar="NAME=VALUE ..."),
     ] = None,
 ) -> None:
     """Print the Python program that one rank of a plan runs."""

@@ -69,7 +69,7 @@ ConfigFlag = Annotated[
     typer.Option(
         is_eager=True,
         callback=use_config,
-        help="Values for flags, by their names; flags that are given win.",
+        help="TOML file with values of flags by name; flags on the command line take precedence.",
         metavar="FILE.toml",
     ),
 ]

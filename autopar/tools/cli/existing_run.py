@@ -30,7 +30,7 @@ def check_folder(folder: Path, checkpoint: Path | None, overwrite: bool) -> None
         check_free(
             folder,
             go_on="--resume {}",
-            instead="choose another --output, or pass --overwrite to remove it and start anew.",
+            instead="choose another --output, or pass --overwrite to remove it and start over.",
         )
 
 

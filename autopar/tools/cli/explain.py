@@ -16,8 +16,8 @@ def explain(
     why_not: Annotated[
         list[str] | None,
         typer.Option(
-            help="Plan again with constraints, such as tp=4 or pp=2,schedule=auto, and say what that loses; may be "
-            "repeated.",
+            help="Plan again under constraints, such as tp=4 or pp=2,schedule=auto, and compare the steps; "
+            "may be repeated.",
             metavar="NAME=VALUE[,...]",
         ),
     ] = None,
@@ -27,7 +27,7 @@ def explain(
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="For --why-not: the plan's cost model, where autopar does not ship it.", metavar="FILE"),
+        typer.Option(help="For --why-not: the plan's cost model, if autopar does not ship it.", metavar="FILE"),
     ] = None,
     model: Annotated[
         str | None,
@@ -37,18 +37,25 @@ def explain(
     ] = None,
     model_kwargs: Annotated[
         list[str] | None,
-        typer.Option(help="Its arguments, instead of those in the plan.", metavar="NAME=VALUE ..."),
+        typer.Option(
+            help="For --why-not: arguments of the model, instead of those in the plan.", metavar="NAME=VALUE ..."
+        ),
     ] = None,
     opt: Annotated[
         str | None,
-        typer.Option(help="For --why-not: timm's optimizer that the plan is for; AdamW by default.", metavar="NAME"),
+        typer.Option(
+            help="For --why-not: optimizer that the plan is for, by timm's name; AdamW by default.", metavar="NAME"
+        ),
     ] = None,
     model_ema: Annotated[
-        bool, typer.Option("--model-ema", help="For --why-not: the plan is for a moving average of the weights, too.")
+        bool,
+        typer.Option(
+            "--model-ema", help="For --why-not: the plan is for training with a moving average of the weights (EMA)."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Say why a plan is as fast as it is, why not another one, and what is different between two."""
+    """Explain what bounds a plan's step, why other plans were not chosen, and how two plans differ."""
     import json
     from dataclasses import asdict
 

@@ -11,10 +11,14 @@ import typer
 def export(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, or the --output of a training run: its last one.", metavar="FOLDER"),
+        typer.Argument(
+            help="A checkpoint, or the --output of a training run, whose last checkpoint is exported.", metavar="FOLDER"
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="MODEL.safetensors")],
-    ema: Annotated[bool, typer.Option("--ema", help="The averages of weights instead of the weights.")] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Export the moving average of the weights (EMA) instead of the weights.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a state dict of the unmodified model, which timm loads by checkpoint_path=."""
     from autopar.api.checkpoint import read_header, read_weights

@@ -34,8 +34,8 @@ class ModelFlags(BuildFlags):
         list[str] | None,
         Option(
             "--input",
-            help="Shape of the input with the batch, such as 8,3,64,64; of several, each with its name: "
-            "--input image=8,3,64,64 --input tokens=8,16:int64.",
+            help="Shape of the input including the batch, such as 8,3,64,64. Repeat it for several inputs, each "
+            "with its name: --input image=8,3,64,64 --input tokens=8,16:int64.",
             metavar="[NAME=]SHAPE[:DTYPE]",
         ),
     ] = None
@@ -45,63 +45,83 @@ class ModelFlags(BuildFlags):
 class PlanFlags:
     """Constraints on the plan; the planner chooses the others."""
 
-    memory: Annotated[str | None, Option(help="Memory of a device, such as 24GiB.", metavar="SIZE")] = None
+    memory: Annotated[
+        str | None, Option(help="Memory that a plan may use per device, such as 24GiB.", metavar="SIZE")
+    ] = None
     hardware: Annotated[
-        str | None, Option(help="Cost model to plan with: a name or a TOML file.", metavar="NAME|FILE")
+        str | None, Option(help="Cost model: the name of a shipped one, or a TOML file.", metavar="NAME|FILE")
     ] = None
     cost: Annotated[
         str | None,
         Option(
-            help="How operations are priced: measured (timed here, and kept), analytic (by the cost model), or auto "
-            "(default): by what was measured before.",
+            help="Source of operation times: measured (timed here, results are kept), analytic (the cost model), or "
+            "auto (default): earlier measurements if there are any, else the cost model.",
             metavar="NAME",
         ),
     ] = None
-    pp: Annotated[int | None, Option(help="Pipeline stages.", metavar="N")] = None
-    tp: Annotated[int | None, Option(help="Ranks that share each operation (tensor parallelism).", metavar="N")] = None
-    dp: Annotated[int | None, Option(help="Replicas that share the batch (data parallelism).", metavar="N")] = None
+    pp: Annotated[int | None, Option(help="Pipeline-parallel size: ranks of a pipeline.", metavar="N")] = None
+    tp: Annotated[int | None, Option(help="Tensor-parallel size: ranks that split each operation.", metavar="N")] = None
+    dp: Annotated[int | None, Option(help="Data-parallel size: replicas that share the batch.", metavar="N")] = None
     zero1: Annotated[
-        bool | None, Option("--zero1/--no-zero1", help="Share the optimizer's state among replicas; chosen by default.")
+        bool | None,
+        Option(
+            "--zero1/--no-zero1",
+            help="Shard the optimizer state over replicas (ZeRO-1); the planner chooses by default.",
+        ),
     ] = None
     microbatches: Annotated[
         int | None,
         Option(
-            help="Microbatches per replica and step; all but the last of one size, as torch.chunk cuts.", metavar="N"
+            help="Microbatches per replica and step, of equal size but for a smaller last one, as torch.chunk cuts.",
+            metavar="N",
         ),
     ] = None
     microbatch_size: Annotated[
-        int | None, Option(help="Samples per microbatch; fewer where that makes equal parts.", metavar="N")
+        int | None, Option(help="Samples per microbatch at most; fewer if that makes microbatches equal.", metavar="N")
     ] = None
     chunks: Annotated[
         int | None,
-        Option(help="Stages per rank under interleaved and interleaved-overlap; chosen by default.", metavar="N"),
+        Option(
+            help="Stages per rank (virtual pipeline size) under interleaved and interleaved-overlap; the "
+            "planner chooses by default.",
+            metavar="N",
+        ),
     ] = None
     schedule: Annotated[
         str | None,
-        Option(help="1f1b (default), interleaved, interleaved-overlap, gpipe, or auto: the fastest.", metavar="NAME"),
+        Option(
+            help="Pipeline schedule: 1f1b (default), interleaved, interleaved-overlap, gpipe, or auto (the fastest).",
+            metavar="NAME",
+        ),
     ] = None
     precision: Annotated[
         str | None,
         Option(
-            help="fp32, or with float32 weights bf16 or fp16 (as torch.autocast computes) or bf16-params (bfloat16 "
-            "copies of the parameters); the model's own by default.",
+            help="fp32; bf16 or fp16 as torch.autocast with float32 weights; or bf16-params, bfloat16 copies of "
+            "float32 parameters. By default the model's own precision.",
             metavar="NAME",
         ),
     ] = None
     recompute: Annotated[
         str | None,
         Option(
-            help="Compute activations again in the backward instead of keeping them: none, all, or auto (default), "
-            "on stages that do not fit otherwise.",
+            help="Activation checkpointing: none, all (every stage), or auto (default): stages that do not fit "
+            "without it.",
             metavar="NAME",
         ),
     ] = None
     balance: Annotated[
-        str | None, Option(help="What the stages share evenly: time (default), params, flops, uniform.", metavar="NAME")
+        str | None,
+        Option(
+            help="Quantity that stages share evenly: time (default), params, flops, or uniform (number of operations).",
+            metavar="NAME",
+        ),
     ] = None
     pin: Annotated[
         list[str] | None,
-        Option(help="Put a module or operation on a stage; may be repeated.", metavar="NAME=STAGE"),
+        Option(
+            help="Place a module or operation on a stage, such as blocks.3=1; may be repeated.", metavar="NAME=STAGE"
+        ),
     ] = None
 
     def constraints(self) -> dict[str, Any]:
@@ -115,11 +135,11 @@ class RunFlags:
     """Settings of a run on this machine."""
 
     backend: Annotated[
-        str | None, Option(help="gloo (CPU) or nccl (GPUs); by default GPUs where there are any.", metavar="NAME")
+        str | None, Option(help="gloo (CPU) or nccl (GPUs); by default nccl if there are GPUs.", metavar="NAME")
     ] = None
 
     compile: Annotated[
-        bool | None, Option("--compile/--no-compile", help="Run stages through torch.compile; by default on GPUs.")
+        bool | None, Option("--compile/--no-compile", help="Compile stages by torch.compile; by default on GPUs.")
     ] = None
     cuda_graph: Annotated[
         bool | None,
@@ -129,7 +149,8 @@ class RunFlags:
     transport: Annotated[
         str | None,
         Option(
-            help="What carries tensors between stages and tensor-parallel GPUs: auto (default), nccl, symmetric.",
+            help="Transport of tensors between stages and tensor-parallel GPUs: auto (default), nccl, or symmetric "
+            "(symmetric memory).",
             metavar="NAME",
         ),
     ] = None

@@ -23,12 +23,14 @@ def plan(
     ] = None,
     opt: Annotated[
         str | None,
-        typer.Option(help="Plan for this optimizer of timm's, such as sgd; AdamW by default.", metavar="NAME"),
+        typer.Option(help="Optimizer to plan for, by timm's name, such as sgd; AdamW by default.", metavar="NAME"),
     ] = None,
     model_ema: Annotated[
-        bool, typer.Option("--model-ema", help="Plan for a moving average of the weights beside them.")
+        bool, typer.Option("--model-ema", help="Plan for training with a moving average of the weights (EMA).")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save it as JSON.", metavar="FILE")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Save the plan as JSON.", metavar="FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
 ) -> None:
     """Find the best way to split MODEL; needs no GPU and no weights."""

@@ -33,37 +33,40 @@ def profile(
         typer.Option(
             "-o",
             "--output",
-            help="Write the cost model to this TOML file. Of one that is there, name, link_name, devices_per_node, "
-            "and [network], [reserve], [overlap] and [calibration] are kept but for what was measured.",
+            help="TOML file of the cost model. An existing file keeps its name, link_name, devices_per_node, and its "
+            "tables [network], [reserve], [overlap] and [calibration], except values that were measured.",
             metavar="FILE",
         ),
     ] = DEFAULT_FILE,
     name: Annotated[
-        str | None, typer.Option("--name", help="Of the machine; by default the file's.", metavar="NAME")
+        str | None, typer.Option("--name", help="Name of the machine; by default the name of FILE.", metavar="NAME")
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Devices; all GPUs by default, {CPU_DEVICES} processes on CPU.", metavar="N"),
+        typer.Option(
+            min=1, help=f"Devices to measure; by default all GPUs, or {CPU_DEVICES} processes on CPU.", metavar="N"
+        ),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="gloo (CPU) or nccl (GPU), by default what is here.", metavar="NAME")
+        str | None, typer.Option(help="gloo (CPU) or nccl (GPUs); by default nccl if there are GPUs.", metavar="NAME")
     ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Measure these again and keep the rest of FILE: capacity, launch, matmul, attention, convolution, "
-            "depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all, "
-            "overlap.",
+            help="Measure only these again and keep the rest of FILE: capacity, launch, matmul, attention, "
+            "convolution, depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, "
+            "reduce-scatter, all-to-all, overlap.",
             metavar="KIND,…",
         ),
     ] = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Write the file although repeats spread, as on a machine in use.")
+        bool,
+        typer.Option("--anyway", help="Write the file even if repeated measurements disagree, as on a busy machine."),
     ] = False,
 ) -> None:
-    """Measure this machine in a few minutes into a cost model for --hardware.
+    """Measure this machine for a few minutes and write a cost model for --hardware.
 
-    A run that was ended goes on where it was: points so far are in FILE.part.
+    An interrupted run resumes where it stopped: its measurements are in FILE.part.
     """
     from autopar.measure.machine.preserved import preserved_sections
 
@@ -154,7 +157,7 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
         with ended_by_sigterm(), showing_progress(len(todo)) as progress:
             measure(setting, todo, part, reused, progress)
     except KeyboardInterrupt:
-        typer.echo(f"Interrupted; points so far are in {part}. The same command goes on from there.", err=True)
+        typer.echo(f"Interrupted; measurements so far are in {part}. The same command resumes from there.", err=True)
         raise
     points = {point.case: point for point in load_points(part, setting).points}
     return RawMeasurements(setting, tuple(points[case] for case in request.cases if case in points)), len(todo)

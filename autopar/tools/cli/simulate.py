@@ -18,24 +18,26 @@ def simulate(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Another schedule than the plan's: 1f1b or gpipe where a rank has one chunk, interleaved or "
-            "interleaved-overlap where it has several.",
+            help="Schedule to simulate instead of the plan's: 1f1b or gpipe if ranks have one chunk, interleaved or "
+            "interleaved-overlap if they have several.",
             metavar="NAME",
         ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the step as a timeline for ui.perfetto.dev.", metavar="FILE")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the step and what lies in memory.", metavar="FILE")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Write a chart of the step and of memory over time as PNG.", metavar="FILE")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON and nothing else.")] = False,
 ) -> None:
-    """Play a planned training step through: who waits when, what lies in memory; needs no model and no devices."""
+    """Simulate a planned training step: when ranks compute, wait and hold memory; needs no model and no devices."""
     from autopar.ir.plan import Plan
     from autopar.tools.cli.output import check_files, screen, show, write
-    from autopar.tools.report.figure import needed_figure
+    from autopar.tools.report.figure import needed_figure, save_figure
     from autopar.tools.report.plan_trace import trace_events
     from autopar.tools.report.simulate_table import numbers, simulation_parts
-    from autopar.tools.report.simulation_picture import draw
+    from autopar.tools.report.simulation_picture import figure_of
     from autopar.tools.simulate.step import simulate_plan
 
     found = Plan.load(plan)
@@ -54,7 +56,7 @@ def simulate(
     if trace is not None:
         write(trace, json.dumps(trace_events(step), separators=(",", ":")))
     if png is not None:
-        draw(step, png)
+        save_figure(figure_of(step), png)
     written = [str(path) for path in (trace, png) if path is not None]
     if written and not as_json:
         typer.echo(f"\nsaved to {' and '.join(written)}")

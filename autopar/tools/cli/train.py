@@ -49,19 +49,20 @@ def train(
             "-b",
             min=1,
             help="Global batch: images of one update, over all devices and accumulation steps; "
-            f"the plan's, or {DEFAULT_BATCH}.",
+            f"by default the plan's, or {DEFAULT_BATCH}.",
             metavar="N",
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of weights, split, shuffling and everything random.", metavar="N")
+        int, typer.Option(min=0, help="Seed of weights, data split, shuffling and all other randomness.", metavar="N")
     ] = 0,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on from a checkpoint: its folder, or an earlier run's --output.", metavar="PATH"),
+        typer.Option(help="Resume from a checkpoint: its folder, or the --output of an earlier run.", metavar="PATH"),
     ] = None,
     checkpoint_steps: Annotated[
-        int | None, typer.Option(min=1, help="Also save the last checkpoint every N updates.", metavar="N")
+        int | None,
+        typer.Option(min=1, help="Save the last checkpoint every N updates, besides after each epoch.", metavar="N"),
     ] = None,
     output: Annotated[
         Path | None,
@@ -69,12 +70,12 @@ def train(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Remove the run that the --output holds already, instead of refusing it."),
+        typer.Option("--overwrite", help="Delete an earlier run in --output instead of refusing to start."),
     ] = False,
     plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.", metavar="PLAN.json")] = None,
     config: ConfigFlag = None,
 ) -> None:
-    """Train MODEL on images over N devices, and show that its weights work in the unmodified model."""
+    """Train MODEL on an image data set over N devices, and show that its weights work in the unmodified model."""
     from autopar.ir.plan import Plan
     from autopar.tools.cli.train_run import Run, run
 

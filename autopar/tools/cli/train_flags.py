@@ -32,7 +32,7 @@ class DataFlags:
     ] = None
     val_num_samples: Annotated[int | None, Option(min=1, help="Use the first N test images only.", metavar="N")] = None
     workers: Annotated[
-        int | None, Option("--workers", "-j", min=0, help="Processes that read images, for each rank.", metavar="N")
+        int | None, Option("--workers", "-j", min=0, help="Data-loading processes per rank.", metavar="N")
     ] = None
 
     def wanted(self, side: int, channels: int, seed: int) -> Wanted:
@@ -52,17 +52,18 @@ class AugmentationFlags:
 
     shift: Annotated[int | None, Option(min=0, help="Move images by up to N pixels.", metavar="N")] = None
     scale: Annotated[
-        tuple[float, float] | None, Option(help="Area of the random crop, of the image's.", metavar="MIN MAX")
+        tuple[float, float] | None,
+        Option(help="Area of the random crop, as a share of the image's.", metavar="MIN MAX"),
     ] = None
     ratio: Annotated[tuple[float, float] | None, Option(help="Aspect ratio of the random crop.", metavar="MIN MAX")] = (
         None
     )
-    hflip: Annotated[float | None, Option(min=0, max=1, help="Share of images that are mirrored.", metavar="P")] = None
+    hflip: Annotated[float | None, Option(min=0, max=1, help="Probability of mirroring an image.", metavar="P")] = None
     color_jitter: Annotated[float | None, Option(min=0, help="Strength of colour changes.", metavar="X")] = None
     aa: Annotated[str | None, Option(help="AutoAugment policy, such as rand-m9-mstd0.5.", metavar="NAME")] = None
-    reprob: Annotated[float | None, Option(min=0, max=1, help="Share of images with a part erased.", metavar="P")] = (
-        None
-    )
+    reprob: Annotated[
+        float | None, Option(min=0, max=1, help="Probability of erasing a part of an image.", metavar="P")
+    ] = None
 
     def augmentation(self, usual: Augmentation) -> Augmentation:
         """The data set's usual augmentation, with the flags that were given in place of its values."""
@@ -74,39 +75,45 @@ class OptimizerFlags:
     """Optimizer, clipping, accumulation and moving average."""
 
     opt: Annotated[str, Option(help="Optimizer: any of timm's, such as adamw, sgd, lamb.", metavar="NAME")] = "adamw"
-    lr: Annotated[float, Option(min=0, help="Highest learning rate.", metavar="X")] = 1e-3
+    lr: Annotated[float, Option(min=0, help="Peak learning rate.", metavar="X")] = 1e-3
     weight_decay: Annotated[
-        float, Option(min=0, help="Of weight matrices; biases and norms have none.", metavar="X")
+        float, Option(min=0, help="Weight decay of weight matrices; biases and norms have none.", metavar="X")
     ] = 0.05
-    momentum: Annotated[float | None, Option(min=0, help="Of optimizers that have one; 0.9.", metavar="X")] = None
+    momentum: Annotated[
+        float | None, Option(min=0, help="Momentum of optimizers that have one; 0.9 by default.", metavar="X")
+    ] = None
     opt_eps: Annotated[float | None, Option(min=0, help="Epsilon; the optimizer's own by default.", metavar="X")] = None
     opt_betas: Annotated[
         tuple[float, float] | None, Option(help="Betas; the optimizer's own by default.", metavar="B1 B2")
     ] = None
     layer_decay: Annotated[
-        float | None, Option(min=0, help="Learning rate of each layer, of that of the next one.", metavar="X")
+        float | None,
+        Option(min=0, help="Layer-wise decay: learning rate of a layer relative to the next one's.", metavar="X"),
     ] = None
     clip_grad: Annotated[
-        float | None, Option(min=0, help="Largest gradient norm, or value: see --clip-mode.", metavar="X")
+        float | None, Option(min=0, help="Limit of the gradients' norm or values: see --clip-mode.", metavar="X")
     ] = None
     clip_mode: Annotated[
         str | None,
         Option(
-            help="norm (of all gradients together; default) or value (in the place of an optimizer's own limit of the "
-            "norm, such as LAMB's).",
+            help="norm (of all gradients together; default) or value (of each element). Replaces an optimizer's own "
+            "limit of the norm, such as LAMB's.",
             metavar="NAME",
         ),
     ] = None
     amp_dtype: Annotated[
         str | None,
-        Option(help="--precision by timm's names: float32, bfloat16 (bf16) or float16 (fp16).", metavar="DTYPE"),
+        Option(
+            help="Instead of --precision, by timm's names: float32, bfloat16 (bf16) or float16 (fp16).", metavar="DTYPE"
+        ),
     ] = None
     grad_accum_steps: Annotated[
-        int, Option(min=1, help="Go through the batch in N parts, one after the other.", metavar="N")
+        int, Option(min=1, help="Compute the batch in N parts and accumulate their gradients.", metavar="N")
     ] = 1
-    model_ema: Annotated[bool, Option("--model-ema", help="Keep a moving average of the weights.")] = False
+    model_ema: Annotated[bool, Option("--model-ema", help="Keep a moving average of the weights (EMA).")] = False
     model_ema_decay: Annotated[
-        float | None, Option(min=0, max=1, help=f"Of that average, for each update; {EMA_DECAY}.", metavar="X")
+        float | None,
+        Option(min=0, max=1, help=f"Decay of the moving average per update; {EMA_DECAY} by default.", metavar="X"),
     ] = None
 
     def options(self) -> dict[str, Any]:
@@ -154,22 +161,30 @@ class ScheduleFlags:
 
     sched: Annotated[
         str,
-        Option(help="Schedule: onecycle, or timm's cosine, step, multistep, poly, tanh, …", metavar="NAME"),
+        Option(
+            help="Learning-rate schedule: onecycle, or timm's cosine, step, multistep, poly, tanh, …", metavar="NAME"
+        ),
     ] = "cosine"
     sched_on_updates: Annotated[
-        bool, Option("--sched-on-updates", help="Change the rate after each update, not each epoch.")
+        bool, Option("--sched-on-updates", help="Change the learning rate after each update, not each epoch.")
     ] = False
     warmup_epochs: Annotated[
         int | None,
-        Option(min=0, help="Epochs in which the rate rises; by default a sixth of them, at most 5.", metavar="N"),
+        Option(min=0, help="Warm-up epochs; by default a sixth of all epochs, at most 5.", metavar="N"),
     ] = None
-    warmup_lr: Annotated[float | None, Option(min=0, help="Where the rate starts to rise; 1e-5.", metavar="X")] = None
-    min_lr: Annotated[float | None, Option(min=0, help="Where the rate ends; 0.", metavar="X")] = None
-    decay_epochs: Annotated[float | None, Option(min=0, help="Epochs between steps down.", metavar="X")] = None
+    warmup_lr: Annotated[
+        float | None, Option(min=0, help="Learning rate at the start of warm-up; 1e-5 by default.", metavar="X")
+    ] = None
+    min_lr: Annotated[float | None, Option(min=0, help="Final learning rate; 0 by default.", metavar="X")] = None
+    decay_epochs: Annotated[
+        float | None, Option(min=0, help="Epochs between decays of the learning rate.", metavar="X")
+    ] = None
     decay_milestones: Annotated[
-        list[int] | None, Option(help="Epoch of a step down; may be repeated.", metavar="N")
+        list[int] | None, Option(help="Epoch at which the learning rate decays; may be repeated.", metavar="N")
     ] = None
-    decay_rate: Annotated[float | None, Option(min=0, help="What a step down multiplies by.", metavar="X")] = None
+    decay_rate: Annotated[
+        float | None, Option(min=0, help="Factor by which the learning rate decays.", metavar="X")
+    ] = None
 
     def carried(self) -> dict[str, Any]:
         """Flags whose values a checkpoint of the schedule contains."""
@@ -195,11 +210,17 @@ class RegularizationFlags:
     mixup: Annotated[float, Option(min=0, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
     cutmix: Annotated[float, Option(min=0, help="Alpha of CutMix; 0 is off.", metavar="X")] = 0.0
     mixup_prob: Annotated[
-        float | None, Option(min=0, max=1, help=f"Share of updates that are mixed; {MIXUP_PROB}.", metavar="P")
+        float | None,
+        Option(min=0, max=1, help=f"Probability of mixing in an update; {MIXUP_PROB} by default.", metavar="P"),
     ] = None
     mixup_switch_prob: Annotated[
         float | None,
-        Option(min=0, max=1, help=f"Share of CutMix where both are on; {MIXUP_SWITCH_PROB}.", metavar="P"),
+        Option(
+            min=0,
+            max=1,
+            help=f"Probability of CutMix if Mixup is on as well; {MIXUP_SWITCH_PROB} by default.",
+            metavar="P",
+        ),
     ] = None
     drop: Annotated[float | None, Option(min=0, max=1, help="Dropout: the model's drop_rate.", metavar="P")] = None
     drop_path: Annotated[

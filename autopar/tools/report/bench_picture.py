@@ -1,26 +1,16 @@
-"""Picture of a bench result: one bar per contestant."""
+"""Picture of a bench result: one bar per baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from autopar.ir.units import percent
 from autopar.tools.bench.result import BenchResult
-from autopar.tools.report.figure import needed_figure, save_figure
+from autopar.tools.report.figure import needed_figure
 
 OWN, PEERS, PLAIN = "#1b6ca8", "#b9c4cc", "#8a949c"
 BAR_INCHES, MARGIN_INCHES, WIDTH_INCHES = 0.42, 1.5, 9.0
-
-
-def draw(result: BenchResult, path: Path) -> None:
-    """Samples per second of each contestant's best variant, bubble bounds marked, as a PNG.
-
-    Raises:
-        UsageError: matplotlib is not installed, or the file cannot be written.
-    """
-    save_figure(figure_of(result), path)
 
 
 def figure_of(result: BenchResult) -> Any:

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from autopar.ir.text import labelled, plain_table
-from autopar.ir.units import BYTES, TIME, percent, plural, text
+from autopar.ir.text import NONE, labelled, numeric, plain_table
+from autopar.ir.units import BYTES, TIME, percent, plural, signed_percent, text
 from autopar.tools.bench.result import BenchResult, BenchRow
 
 INDENT = 2  # columns before the lines below a run's name
+NAME_CELLS = 46
 
 
 def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
-    """Setting of the measurement, a row per contestant, the plans' bubbles, and memory rank by rank."""
+    """Setting of the measurement, a row per baseline, the plans' bubbles, and memory rank by rank."""
     precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
     lines = [
         ("model", f"{result.model}, {result.flops_per_image / 1e9:,.1f} GFLOP to train on an image"),
@@ -37,18 +38,16 @@ def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
 
 
 def rate_table(result: BenchResult) -> Table:
-    """A row per contestant: its best variant, or the reason why it has none."""
-    table = plain_table()
-    table.add_column("run", overflow="fold", max_width=46)
-    for title in ("step", "samples/s", "TFLOP/s per device", "peak memory"):
-        table.add_column(title, justify="right", overflow="fold")
+    """A row per baseline: its best variant, or the reason why it has none."""
+    titles = ("step", "samples/s", "TFLOP/s per device", "peak memory")
+    table = plain_table(Column("run", overflow="fold", max_width=NAME_CELLS), *numeric(*titles, overflow="fold"))
     fastest = max((row.samples_per_second or 0.0 for row in result.best if row.devices > 1), default=0.0)
     for row in result.best:
         lines: list[RenderableType] = [Text(row.title, style="bold" if row.contestant == "autopar" else "")]
         lines += [Padding.indent(Text(part, style="dim"), INDENT) for part in (row.label, row.note) if part]
         if row.median_seconds is None or row.samples_per_second is None or row.tflops_per_device is None:
             lines.append(Padding.indent(Text(row.reason or "", style="yellow"), INDENT))
-            table.add_row(Group(*lines), "–", "–", "–", "–")
+            table.add_row(Group(*lines), *[NONE] * len(titles))
             continue
         rate = Text(f"{row.samples_per_second:,.1f}", style="green" if row.samples_per_second == fastest else "")
         flops = f"{row.tflops_per_device:,.{3 if row.tflops_per_device < 1 else 1}f}"
@@ -57,11 +56,9 @@ def rate_table(result: BenchResult) -> Table:
 
 
 def bubble_table(rows: Sequence[BenchRow]) -> Table:
-    """Predicted and measured step and bubble of the contestants that run plans."""
-    table = plain_table()
-    table.add_column("run")
-    for title in ("predicted step", "measured", "bubble predicted", "measured", "bubble bound", "of bound"):
-        table.add_column(title, justify="right", overflow="fold")
+    """Predicted and measured step and bubble of the baselines that run plans."""
+    titles = ("predicted step", "measured", "bubble predicted", "measured", "bubble bound", "of bound")
+    table = plain_table("run", *numeric(*titles, overflow="fold"))
     for row in rows:
         assert row.pipeline is not None and row.median_seconds is not None and row.of_bound is not None
         table.add_row(
@@ -78,11 +75,10 @@ def bubble_table(rows: Sequence[BenchRow]) -> Table:
 
 def memory_table(row: BenchRow, memory: str) -> Table:
     """Predicted and measured peak memory of each rank of the plan."""
-    table = plain_table()
     assert row.pipeline is not None
     counted = row.pipeline.tensor_bytes
-    for title in ("rank", "predicted peak", *(["in tensors"] if counted else []), memory, "against prediction"):
-        table.add_column(title, justify="right", overflow="fold")
+    titles = ("rank", "predicted peak", *(["in tensors"] if counted else []), memory, "against prediction")
+    table = plain_table(*numeric(*titles, overflow="fold"))
     for rank, peak in enumerate(row.peak_bytes):
         predicted = row.pipeline.predicted_bytes[rank]
         compared = counted[rank] if counted else peak
@@ -91,6 +87,6 @@ def memory_table(row: BenchRow, memory: str) -> Table:
             text(predicted, BYTES),
             *([text(counted[rank], BYTES)] if counted else []),
             text(peak, BYTES),
-            f"{100 * (compared / predicted - 1):+.1f} %",
+            signed_percent(compared / predicted - 1),
         )
     return table

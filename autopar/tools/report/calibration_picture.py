@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import percent
 from autopar.tools.bench.calibration import Calibration, CalibrationPoint, ErrorBand
-from autopar.tools.report.figure import needed_figure, save_figure
+from autopar.tools.report.figure import needed_figure
 
 Pair = tuple[float, float]  # measured, predicted
 
@@ -23,15 +22,6 @@ def kind_of(mesh: Mesh) -> str:
     """Kind of parallelism of a mesh, a key of `COLOURS`."""
     axes = [name for name, size in (("pipeline", mesh.pp), ("tensor", mesh.tp), ("data", mesh.dp)) if size > 1]
     return axes[0] if len(axes) == 1 else "mixed" if axes else "one device"
-
-
-def draw(calibration: Calibration, path: Path) -> None:
-    """Write a PNG with a mark for each plan's step and for each rank's peak.
-
-    Raises:
-        UsageError: matplotlib is not installed, or the file cannot be written.
-    """
-    save_figure(figure_of(calibration), path)
 
 
 def figure_of(calibration: Calibration) -> Any:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from autopar.ir.text import labelled, plain_table
-from autopar.ir.units import BYTES, TIME, text
+from autopar.ir.text import labelled, numeric, plain_table
+from autopar.ir.units import BYTES, TIME, signed_percent, text
 from autopar.tools.bench.calibration import Calibration, summary
-from autopar.tools.report.bench_table import INDENT
+from autopar.tools.report.bench_table import INDENT, NAME_CELLS
 
 
 def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
@@ -27,22 +27,17 @@ def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
 
 def points_table(calibration: Calibration) -> Table:
     """A row per plan: its step and its fullest rank, predicted and measured."""
-    table = plain_table()
-    table.add_column("model, batch, plan", overflow="fold", max_width=46)
-    for title in ("predicted step", "measured", "error", "predicted peak", "measured", "worst rank"):
-        table.add_column(title, justify="right", overflow="fold")
+    titles = ("predicted step", "measured", "error", "predicted peak", "measured", "worst rank")
+    plan = Column("model, batch, plan", overflow="fold", max_width=NAME_CELLS)
+    table = plain_table(plan, *numeric(*titles, overflow="fold"))
     for point in calibration.points:
         table.add_row(
             Group(f"{point.model}, {point.batch:,}", Padding.indent(Text(point.plan, style="dim"), INDENT)),
             text(point.predicted_seconds, TIME),
             text(point.measured_seconds, TIME),
-            signed(point.time_error),
+            signed_percent(point.time_error),
             text(max(point.predicted_bytes), BYTES),
             text(max(point.measured_bytes), BYTES),
-            signed(max(point.memory_errors, key=abs)),
+            signed_percent(max(point.memory_errors, key=abs)),
         )
     return table
-
-
-def signed(error: float) -> str:
-    return f"{100 * error:+.1f} %"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Alternative
 from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, ranks_text, schedule_text
-from autopar.ir.text import labelled, plain_table, wrapped
+from autopar.ir.text import NONE, labelled, numeric, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
 from autopar.solve.result.step_breakdown import StepBreakdown
 from autopar.tools.explain.advice import Explanation
@@ -21,7 +21,6 @@ from autopar.tools.explain.why_not import WhyNotResult
 
 ROUNDING = 1e-9  # share of a step below which a part counts as absent
 LONGEST_LIST = 24  # rows of shardings that differ
-NONE = "–"
 # Titles in a terminal that is too narrow for whole words.
 HYPHENATED = {
     "recomputation": "recom-\nputation",
@@ -77,9 +76,7 @@ def time_table(breakdown: Breakdown, width: int) -> Table:
     texts = [[title, *"\n".join(cells).split("\n")] for title, *cells in zip(titles, *rows)]
     if sum(max(map(len, t)) + GAP for t in texts) - GAP > width:
         titles = [HYPHENATED.get(title, title) for title in titles]
-    table = plain_table()
-    for title in titles:
-        table.add_column(title, justify="right")
+    table = plain_table(*numeric(*titles))
     for row in rows:
         table.add_row(*row)
     return table
@@ -104,9 +101,9 @@ def memory_table(breakdown: Breakdown) -> Table:
     """A row per position: peak, spare memory, and the peak's parts with the largest one marked."""
     memories = [p.memory for p in breakdown.positions]
     names = [n for n in memories[0].by_name if n != BUFFERS or any(m.buffer_bytes for m in memories)]
-    table = plain_table()
-    for title in ("ranks", "stages", "peak memory", "spare", *names):
-        table.add_column(title, justify="right", no_wrap=title == "peak memory", overflow="fold")
+    columns = numeric("ranks", "stages", "peak memory", "spare", *names, overflow="fold")
+    columns[2].no_wrap = True
+    table = plain_table(*columns)
     peaks, spare = column([m.peak_bytes for m in memories], BYTES), column([m.spare_bytes for m in memories], BYTES)
     for i, (position, memory) in enumerate(zip(breakdown.positions, memories)):
         parts = [
@@ -121,10 +118,7 @@ def memory_table(breakdown: Breakdown) -> Table:
 
 def help_table(explanation: Explanation, step_seconds: float) -> Table:
     """A row per suggestion: the resulting step, compared with the plan's."""
-    table = plain_table()
-    table.add_column("what would help")
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
+    table = plain_table("what would help", *numeric("step", "", no_wrap=True))
     for item in explanation.suggestions:
         row = Alternative(item.text, item.step_seconds)
         table.add_row(item.text, text(item.step_seconds, TIME), comparison_text(row, step_seconds))
@@ -145,10 +139,7 @@ def answer_parts(plan: Plan, breakdown: Breakdown, answer: WhyNotResult) -> Sequ
 
 def spent_table(titles: tuple[str, str, str], before: StepBreakdown, after: StepBreakdown) -> Table:
     """Two mean breakdowns side by side: a row per part of the step, and the difference."""
-    table = plain_table()
-    table.add_column(titles[0], no_wrap=True)
-    for title in (*titles[1:], "difference"):
-        table.add_column(title, justify="right")
+    table = plain_table(Column(titles[0], no_wrap=True), *numeric(*titles[1:], "difference"))
     names = shown(before, after)
     rows = [*((n, before.by_name[n], after.by_name[n]) for n in names), ("step", before.seconds, after.seconds)]
     unit = unit_of(max(before.seconds, after.seconds), TIME)
@@ -183,9 +174,7 @@ def difference_parts(before: Plan, after: Plan, found: Difference, width: int) -
 
 def change_table(titles: tuple[str, ...], rows: Sequence[Change], room: int) -> Table:
     """A row per change."""
-    table = plain_table()
-    for title in titles:
-        table.add_column(title)
+    table = plain_table(*titles)
     for row in rows:
         table.add_row(wrapped(row.name, room), wrapped(row.before, room), wrapped(row.after, room))
     return table
@@ -193,10 +182,7 @@ def change_table(titles: tuple[str, ...], rows: Sequence[Change], room: int) -> 
 
 def peak_table(found: Difference) -> Table:
     """A row per position: peak memory under both plans."""
-    table = plain_table()
-    table.add_column("position", justify="right")
-    for title in ("ranks", "peak memory, this plan", "ranks", "the other"):
-        table.add_column(title, justify="right")
+    table = plain_table(*numeric("position", "ranks", "peak memory, this plan", "ranks", "the other"))
     both = (found.before.positions, found.after.positions)
     for i in range(max(map(len, both))):
         cells = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.table import batch_text, schedule_text, stage_ends
-from autopar.ir.text import labelled, plain_table
+from autopar.ir.text import labelled, numeric, plain_table
 from autopar.ir.units import COUNT, plural, text
 from autopar.tools.parity.compare import EPSILON, LEARNING_RATE, Parity
 from autopar.tools.parity.difference import ABSOLUTE, RELATIVE, SMALL_NORM, Row
@@ -74,12 +74,8 @@ def mesh_text(plan: Plan) -> str:
 
 def row_table(rows: Sequence[Row]) -> Table:
     """A row per quantity."""
-    table = plain_table()
-    table.add_column("quantity")
-    for title in ("tensors", "max |a−b|", "max ‖a−b‖/‖b‖"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("worst tensor")
+    numbers = numeric("tensors", "max |a−b|", "max ‖a−b‖/‖b‖", no_wrap=True)
+    table = plain_table("quantity", *numbers, Column("result", no_wrap=True), "worst tensor")
     for row in rows:
         result = "ok, bitwise equal" if row.bitwise and row.ok else "ok" if row.ok else "FAILED"
         table.add_row(

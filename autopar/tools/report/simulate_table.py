@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from autopar.ir.table import NEARLY_FULL, NOTABLE_SHARE, batch_text, ranks_text
-from autopar.ir.text import labelled, plain_table
+from autopar.ir.table import GAP, NEARLY_FULL, NOTABLE_SHARE, batch_text, ranks_text, step_parts
+from autopar.ir.text import NONE, labelled, numeric, plain_table
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 from autopar.tools.simulate.step import Position, SimulatedStep
 
-GAP = 2  # columns between two cells
 MAX_ROWS = 16  # rows of the timeline
 
 
@@ -37,7 +36,7 @@ def simulation_parts(step: SimulatedStep, own: SimulatedStep, width: int) -> Seq
 
 def header(step: SimulatedStep) -> list[tuple[str, str]]:
     """Labelled lines: the plan and the duration of its step."""
-    plan, mesh = step.plan, step.plan.mesh
+    plan, mesh, reduce_seconds = step.plan, step.plan.mesh, step.plan.prediction.reduce_seconds
     band = f"±{percent(plan.prediction.error, 0)}"
     chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
     return [
@@ -54,22 +53,9 @@ def header(step: SimulatedStep) -> list[tuple[str, str]]:
             "step",
             f"{text(step.step_seconds, TIME)} {band}, {step.samples_per_second:,.1f} samples/s {band} (simulated)",
         ),
-        *(("", words) for words in ends(step)),
+        *step_parts(step.step_seconds, reduce_seconds, step.end_seconds - reduce_seconds),
         ("bubble", f"{percent(step.bubble_fraction)} of the pipeline's {text(step.pipeline_seconds, TIME)}"),
     ]
-
-
-def ends(step: SimulatedStep) -> list[str]:
-    """The step as a sum of pipeline, reduction and optimizer; none if the last two are too short to matter."""
-    if step.end_seconds < NOTABLE_SHARE * step.step_seconds:
-        return []
-    reduce_seconds = step.plan.prediction.reduce_seconds
-    parts = {
-        "pipeline": step.pipeline_seconds,
-        "reduction": reduce_seconds,
-        "optimizer": step.end_seconds - reduce_seconds,
-    }
-    return [" + ".join(f"{name} {text(seconds, TIME)}" for name, seconds in parts.items() if seconds > 0)]
 
 
 def notes(step: SimulatedStep, own: SimulatedStep) -> list[tuple[str, str]]:
@@ -131,9 +117,7 @@ def position_table(step: SimulatedStep, width: int) -> Table:
         cells["peak memory"] = [f"{peak} {share:>{wide}}" for peak, share in zip(column(peaks, BYTES), shares)]
     if sum(GAP + max(map(len, (title, *texts))) for title, texts in cells.items()) > width:
         cells.pop("stages", None)
-    table = plain_table()
-    for title in cells:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = plain_table(*numeric(*cells, no_wrap=True))
     for i, position in enumerate(positions):
         share = peak_bytes(position) / capacity
         style = "red" if share > 1 else "yellow" if share > NEARLY_FULL else ""
@@ -143,10 +127,7 @@ def position_table(step: SimulatedStep, width: int) -> Table:
 
 def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
     """A row for the simulated schedule and one for the plan's."""
-    table = plain_table()
-    table.add_column("schedule", no_wrap=True)
-    for title in ("step", "bubble", "peak memory", "compared"):
-        table.add_column(title, justify="right")
+    table = plain_table(Column("schedule", no_wrap=True), *numeric("step", "bubble", "peak memory", "compared"))
     for one in (step, own):
         peak = max(peak_bytes(position) for position in one.positions)
         ratio = one.step_seconds / own.step_seconds if own.step_seconds else 1.0
@@ -155,8 +136,8 @@ def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
             f"{one.schedule}{' (the plan)' if one is own else ''}",
             text(one.step_seconds, TIME),
             percent(one.bubble_fraction),
-            text(peak, BYTES) if peak else "–",
-            "–" if one is own else f"{percent(abs(ratio - 1))} {faster}",
+            text(peak, BYTES) if peak else NONE,
+            NONE if one is own else f"{percent(abs(ratio - 1))} {faster}",
         )
     return table
 

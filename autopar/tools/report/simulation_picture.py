@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from autopar.ir.table import batch_text
 from autopar.ir.units import BYTES, TIME, percent, text, unit_of
 from autopar.schedule.timeline import Span
-from autopar.tools.report.figure import needed_figure, save_figure
+from autopar.tools.report.figure import needed_figure
 from autopar.tools.simulate.step import Position, SimulatedStep
 
 COLOURS = {
@@ -37,15 +36,6 @@ class Bar:
     end_seconds: float
     chunk: int = 0
     label: str = ""
-
-
-def draw(step: SimulatedStep, path: Path) -> None:
-    """Write the picture as PNG.
-
-    Raises:
-        UsageError: matplotlib is not installed, or the file cannot be written.
-    """
-    save_figure(figure_of(step), path)
 
 
 def figure_of(step: SimulatedStep) -> Any:

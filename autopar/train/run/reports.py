@@ -118,10 +118,10 @@ class EpochSums:
 
 
 class TrainerView(Protocol):
-    """What callbacks may read of a `autopar.train.Trainer`, and its one method for them.
+    """View of an `autopar.train.Trainer` for callbacks: attributes that they may read, and one method.
 
-    ``saved`` is the position of the last checkpoint that was written or read. ``resumed`` is the checkpoint that the
-    run goes on from. Callbacks add the folders that they write to ``run_folders``.
+    ``saved`` is the position of the last checkpoint that was written or read. ``resumed`` is the checkpoint from
+    which the run resumed. Callbacks add the folders that they write to ``run_folders``.
     """
 
     @property

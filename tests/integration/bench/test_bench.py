@@ -1,4 +1,4 @@
-"""`autopar bench`: contestants that do the same work, what is derived from their times, timelines, bad input."""
+"""`autopar bench`: baselines that do the same work, what is derived from their times, timelines, bad input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autopar.schedule.simulate import simulate
 from autopar.tools.bench.baselines.autopar import limit_memory
 from autopar.tools.bench.baselines.dtensor import check_blocks
 from autopar.tools.bench.baselines.pipelining import split_evenly
-from autopar.tools.bench.baselines.registry import CONTESTANTS, BenchContext, NotExpressible, choose
+from autopar.tools.bench.baselines.registry import BASELINES, BenchContext, NotExpressible, choose
 from autopar.tools.bench.bubble import bubble_share
 from autopar.tools.bench.flops import flops_per_image
 from autopar.tools.bench.outcome import BaselineOutcome, failure_text, run_baseline
@@ -46,11 +46,12 @@ from autopar.tools.bench.request import BenchRequest
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
 from autopar.tools.bench.run import BenchInterrupted, BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask
-from autopar.tools.report.bench_picture import draw, figure_of
+from autopar.tools.report.bench_picture import figure_of
 from autopar.tools.report.bench_table import rate_table
+from autopar.tools.report.figure import save_figure
 from autopar.tools.report.measured_trace import MeasuredStep, early_arrivals, trace_events
 
-# -- contestants that run ----------------------------------------------------------------------------------------------
+# -- baselines that run ------------------------------------------------------------------------------------------------
 
 
 KEPT = ("plain", "autopar", "ddp")
@@ -58,8 +59,8 @@ KEPT = ("plain", "autopar", "ddp")
 
 @pytest.fixture(scope="module")
 def finished() -> BenchOutput:
-    """Contestants in processes over Gloo."""
-    more = {"only": tuple(CONTESTANTS)} if full() else {"only": KEPT, "microbatch_sizes": ()}
+    """Baselines in processes over Gloo."""
+    more = {"only": tuple(BASELINES)} if full() else {"only": KEPT, "microbatch_sizes": ()}
     return run_bench(request(**more))
 
 
@@ -73,8 +74,8 @@ def test_the_memory_of_a_plan_is_what_its_gpus_give(monkeypatch: pytest.MonkeyPa
     assert shares == [0.25, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("name", only(KEPT, CONTESTANTS))
-def test_every_contestant_does_the_same_work(finished: BenchOutput, name: str) -> None:
+@pytest.mark.parametrize("name", only(KEPT, BASELINES))
+def test_every_baseline_does_the_same_work(finished: BenchOutput, name: str) -> None:
     reference, rows = finished.result.row("plain"), [r for r in finished.result.rows if r.contestant == name]
     assert rows
     for row in rows:
@@ -85,7 +86,7 @@ def test_every_contestant_does_the_same_work(finished: BenchOutput, name: str) -
 
 def test_figures_follow_from_the_step_times(finished: BenchOutput) -> None:
     result = finished.result
-    assert [row.contestant for row in result.best] == [n for n in CONTESTANTS if full() or n in KEPT]
+    assert [row.contestant for row in result.best] == [n for n in BASELINES if full() or n in KEPT]
     for row in result.rows:
         assert len(row.step_seconds) == 2 and min(row.step_seconds) > 0
         assert row.median_seconds is not None and row.median_seconds == sum(row.step_seconds) / 2
@@ -96,13 +97,13 @@ def test_figures_follow_from_the_step_times(finished: BenchOutput) -> None:
             result.flops_per_image * row.samples_per_second
         )
         assert len(row.peak_bytes) == row.devices and min(row.peak_bytes) > 0
-        assert (row.pipeline is not None) == CONTESTANTS[row.contestant].planned
+        assert (row.pipeline is not None) == BASELINES[row.contestant].planned
     data = json.loads(result.to_json())
     assert data["schema_version"] == 1 and len(data["rows"]) == len(result.rows) and data["machine"]
 
 
 @pytest.mark.full
-def test_the_best_variant_stands_for_its_contestant(finished: BenchOutput) -> None:
+def test_the_best_variant_stands_for_its_baseline(finished: BenchOutput) -> None:
     fsdp2 = [row for row in finished.result.rows if row.contestant == "fsdp2"]
     assert len(fsdp2) == 2
     assert finished.result.row("fsdp2").median_seconds == min(row.median_seconds or 0.0 for row in fsdp2)
@@ -132,10 +133,10 @@ def test_the_timeline_of_a_measured_step_is_sound(finished: BenchOutput) -> None
 def test_a_picture_is_drawn(finished: BenchOutput, tmp_path: Path) -> None:
     failed = replace(finished.result.row("ddp"), median_seconds=None, samples_per_second=None, reason="out of memory")
     rows = tuple(failed if row.contestant == "ddp" else row for row in finished.result.rows)
-    draw(replace(finished.result, rows=rows), tmp_path / "bench.png")
+    save_figure(figure_of(replace(finished.result, rows=rows)), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="Cannot write the picture"):
-        draw(finished.result, tmp_path / "missing" / "bench.png")
+        save_figure(figure_of(finished.result), tmp_path / "missing" / "bench.png")
 
 
 def a_result(*rows: BenchRow) -> BenchResult:
@@ -175,7 +176,7 @@ def test_what_is_said_about_a_run_is_indented_on_every_line() -> None:
     assert all(line.startswith("  ") and line[2] != " " for line in lines)
 
 
-def test_a_contestant_that_fails_is_a_row() -> None:
+def test_a_baseline_that_fails_is_a_row() -> None:
     kept: list[BenchResult] = []
     done = run_bench(request(only=("plain", "1f1b"), microbatch_sizes=(8,)), keep=kept.append)
     plain, pipelining = done.result.rows
@@ -194,14 +195,14 @@ def test_a_contestant_that_fails_is_a_row() -> None:
 @pytest.mark.parametrize(
     ("flags", "number", "said"),
     [
-        (["-o", "r.json"], 1, "Interrupted after 1 of 3 contestants; rows so far in r.json."),
+        (["-o", "r.json"], 1, "Interrupted after 1 of 3 baselines; rows so far in r.json."),
         (
             ["-o", "r.json", "--png", "r.png", "--only", "autopar", "--trace", "t.json"],
             1,
-            "Interrupted after 1 of 4 contestants; rows so far in r.json, r.png.",
+            "Interrupted after 1 of 4 baselines; rows so far in r.json, r.png.",
         ),
-        ([], 1, "Interrupted after 1 of 3 contestants; nothing was written."),
-        (["-o", "r.json"], 0, "Interrupted after 0 of 3 contestants; nothing was written."),
+        ([], 1, "Interrupted after 1 of 3 baselines; nothing was written."),
+        (["-o", "r.json"], 0, "Interrupted after 0 of 3 baselines; nothing was written."),
     ],
 )
 def test_ctrl_c_keeps_the_rows_so_far(
@@ -226,14 +227,14 @@ def test_ctrl_c_keeps_the_rows_so_far(
         assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_keeps_the_first_variants_of_a_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_first_variants_of_a_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(told: BenchTask, *others: object) -> BaselineOutcome:
         if told.settings["reshard"]:
             raise KeyboardInterrupt
         return BaselineOutcome(failure=RankFailure("usage", "too slow"))
 
     monkeypatch.setattr("autopar.tools.bench.run.run_baseline", run)
-    with pytest.raises(BenchInterrupted, match="after 0 of 1 contestant") as caught:
+    with pytest.raises(BenchInterrupted, match="after 0 of 1 baseline") as caught:
         run_bench(request(only=("fsdp2",), microbatch_sizes=()))
     (row,) = caught.value.output.result.rows
     assert row.reason == "too slow" and row.best
@@ -245,7 +246,7 @@ def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("autopar.tools.bench.run.plan", planning)
     code, out, error = invoke("bench", *FLAGS, "--batch", "8")
-    assert (code, out) == (130, "") and error.strip().endswith("before the first contestant; nothing was written.")
+    assert (code, out) == (130, "") and error.strip().endswith("before the first baseline; nothing was written.")
 
 
 @pytest.mark.parametrize(
@@ -267,14 +268,14 @@ def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, cod
         finally:
             bench.kill()
     assert bench.returncode == code, rest
-    assert ("Interrupted after 0 of 1 contestant; nothing was written." in rest) == (number is signal.SIGINT)
+    assert ("Interrupted after 0 of 1 baseline; nothing was written." in rest) == (number is signal.SIGINT)
     assert not list(tmp_path.glob("autopar-bench-*"))
     assert not any(worker.is_running() for worker in workers)
 
 
 def assignment(**changes: Any) -> BenchTask:
     given: dict[str, Any] = {
-        "contestant": "plain", "settings": {"replicas": 1, "microbatches": 2}, "model": TINY.name,
+        "baseline": "plain", "settings": {"replicas": 1, "microbatches": 2}, "model": TINY.name,
         "model_kwargs": KWARGS, "shape": (8, 3, 32, 32), "classes": 10, "devices": 1, "device_type": "cpu",
         "precision": "fp32", "channels_last": False, "compile": False, "steps": 1, "warmup": 1, "seed": 0,
     }  # fmt: skip
@@ -283,17 +284,17 @@ def assignment(**changes: Any) -> BenchTask:
 
 def test_reasons_name_the_rank_and_the_cause() -> None:
     told = assignment(
-        contestant="1f1b", model="convnext_atto", model_kwargs={}, settings={"microbatch_size": 1, "chunks": 1}
+        baseline="1f1b", model="convnext_atto", model_kwargs={}, settings={"microbatch_size": 1, "chunks": 1}
     )
     outcome = run_baseline(told, 1, 1, 100.0)
-    assert outcome.failure is not None and outcome.failure.text.startswith("nobody took ConvNeXt apart by hand here")
+    assert outcome.failure is not None and outcome.failure.text.startswith("there is no split of ConvNeXt into blocks")
     outcome = run_baseline(assignment(model="vit_tinny"), 2, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.kind == "usage"
     assert outcome.failure.text.startswith("timm has no model named 'vit_tinny'")
     assert failure_text(RankFailure("ValueError", "no"), 1, 2) == "ValueError (rank 1): no"
 
 
-def test_a_time_limit_ends_a_contestant() -> None:
+def test_a_time_limit_ends_a_baseline() -> None:
     outcome = run_baseline(assignment(), 1, 1, 0.05)
     assert outcome.failure is not None and outcome.failure.text.startswith("no result within 0 s; rank 0 was at: ")
 
@@ -424,7 +425,7 @@ def test_stages_have_equal_numbers_of_blocks() -> None:
 
 
 def test_what_cannot_be_taken_apart_says_so() -> None:
-    with pytest.raises(NotExpressible, match="nobody took ConvNeXt apart by hand here"):
+    with pytest.raises(NotExpressible, match="there is no split of ConvNeXt into blocks"):
         sequence(create_model("convnext_atto"))
     with pytest.raises(NotExpressible, match=r"BasicBlock is no block with attn\.qkv"):
         check_blocks(blocks(create_model("resnet18")), 2)
@@ -443,7 +444,7 @@ def field_of(mesh: Mesh, batch: int = 16, sizes: tuple[int, ...] | None = None, 
     return BenchContext(plan, compile, sizes)
 
 
-def test_contestants_depend_on_the_mesh() -> None:
+def test_baselines_depend_on_the_mesh() -> None:
     def names(mesh: Mesh, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[str]:
         return [c.name for c in choose(only, skip, field_of(mesh))]
 
@@ -458,7 +459,7 @@ def test_contestants_depend_on_the_mesh() -> None:
 
 def test_variants() -> None:
     def labels(name: str, field: BenchContext) -> list[str]:
-        return [variant.label for variant in CONTESTANTS[name].variants(field) if variant.reason is None]
+        return [variant.label for variant in BASELINES[name].variants(field) if variant.reason is None]
 
     assert labels("1f1b", field_of(Mesh(4), 512, compile=True)) == [
         "blocks compiled, microbatch 16", "blocks compiled, microbatch 32", "blocks compiled, microbatch 64",
@@ -476,14 +477,14 @@ def test_variants() -> None:
 def test_a_record_speaks_of_low_precision_where_it_was_used(precision: Precision) -> None:
     low = "bf16" in precision
     for name in ("plain", "ddp", "fsdp2", "1f1b"):
-        about = CONTESTANTS[name].about_in(precision)
-        assert about.startswith(CONTESTANTS[name].about) and bool(re.search("autocast|low-precision", about)) == low
-    assert CONTESTANTS["plain"].about_in("fp32") == "the plan's microbatches with accumulated gradients"
+        about = BASELINES[name].about_in(precision)
+        assert about.startswith(BASELINES[name].about) and bool(re.search("autocast|low-precision", about)) == low
+    assert BASELINES["plain"].about_in("fp32") == "the plan's microbatches with accumulated gradients"
 
 
 def test_sizes_that_were_asked_for_are_never_left_out() -> None:
     def reasons(name: str, field: BenchContext) -> dict[str, str | None]:
-        return {variant.label: variant.reason for variant in CONTESTANTS[name].variants(field)}
+        return {variant.label: variant.reason for variant in BASELINES[name].variants(field)}
 
     assert reasons("1f1b", field_of(Mesh(4), 12, (2, 4))) == {
         "microbatch 2": None,
@@ -515,12 +516,12 @@ def test_sizes_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--only", "fdsp2"], r"--only fdsp2: there is no such contestant. Did you mean fsdp2\? Known: plain, single"),
-        (["--skip", "ddp,megatron"], "--skip megatron: there is no such contestant. Known: plain"),
+        (["--only", "fdsp2"], r"--only fdsp2: there is no such baseline. Did you mean fsdp2\? Known: plain, single"),
+        (["--skip", "ddp,megatron"], "--skip megatron: there is no such baseline. Known: plain"),
         (["--only", "ddp", "--skip", "ddp"], "--only ddp --skip ddp leaves nothing to measure"),
-        (["--skip", ",".join(CONTESTANTS)], "error: --skip plain,single.* leaves nothing to measure"),
-        (["--only", ""], "--only '' names no contestant. Write names such as ddp,fsdp2"),
-        (["--skip", ","], "--skip ',' names no contestant"),
+        (["--skip", ",".join(BASELINES)], "error: --skip plain,single.* leaves nothing to measure"),
+        (["--only", ""], "--only '' names no baseline. Write names such as ddp,fsdp2"),
+        (["--skip", ","], "--skip ',' names no baseline"),
         (["--only", "ddp", "--microbatch-sizes", "4"], "--microbatch-sizes is for 1f1b or interleaved, and neither"),
         (["-o", "a.json", "--png", "./a.json"], "-o and --png both write to a.json. Give each a file of its own"),
         (["--png", "a", "--trace", "a"], "--png and --trace both write to a"),
@@ -573,7 +574,7 @@ def test_rows_with_other_losses_get_a_note() -> None:
     from autopar.tools.bench.run import with_loss_notes
 
     def row(name: str, losses: tuple[float, ...]) -> BenchRow:
-        return BenchRow(name, CONTESTANTS[name].title, "", "", 2, losses=losses)
+        return BenchRow(name, BASELINES[name].title, "", "", 2, losses=losses)
 
     rows = [row("plain", (2.0, 1.0)), row("ddp", (2.001, 1.0005)), row("fsdp2", (2.0, 1.2)), row("1f1b", ())]
     assert [r.note for r in with_loss_notes(rows, "fp32", False)] == [

@@ -19,8 +19,9 @@ from autopar.ir.text import rendered
 from autopar.tools.bench.calibration import Calibration, CalibrationPoint, band_text, calibrate, summary
 from autopar.tools.bench.outcome import BaselineOutcome
 from autopar.tools.bench.rank_result import RankFailure
-from autopar.tools.report.calibration_picture import draw, figure_of, kind_of
+from autopar.tools.report.calibration_picture import figure_of, kind_of
 from autopar.tools.report.calibration_table import calibration_parts
+from autopar.tools.report.figure import save_figure
 
 PAIR = Mesh(2)
 
@@ -93,10 +94,10 @@ def test_a_picture_has_a_mark_for_every_plan_and_rank(tmp_path: Path) -> None:
     marks = [{c.get_label(): len(c.get_offsets()) for c in axes.collections[:-1]} for axes in (times, peaks)]
     assert marks == [{"pipeline": 1, "tensor": 1, "data": 1}, {"pipeline": 2, "tensor": 2, "data": 2}]
     assert "median error 10.0 %, worst 50.0 %" in times.get_title() and "MiB" in peaks.get_title()
-    draw(FOUND, tmp_path / "c.png")
+    save_figure(figure_of(FOUND), tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="Cannot write the picture"):
-        draw(FOUND, tmp_path)
+        save_figure(figure_of(FOUND), tmp_path)
     assert [kind_of(mesh) for mesh in (Mesh(1), Mesh(2, 1, 2))] == ["one device", "mixed"]
 
 

@@ -154,7 +154,7 @@ def test_a_second_run_in_a_folder_is_refused_and_nothing_is_lost(alone, tmp_path
         f"error: {alone} holds a run already: checkpoint last after 16 updates, checkpoint best after "
         f"{read_run(alone / 'best').position.update} updates, steps.jsonl of 16 updates, history.jsonl of 2 epochs, "
         f"model.safetensors. Go on with it by --resume {alone}/last, choose another --output, or pass --overwrite to "
-        "remove it and start anew. "
+        "remove it and start over. "
     )
     shutil.copytree(alone, other)
     for more in ([], ["--resume", str(other)]):

@@ -271,7 +271,7 @@ def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatc
             keep(text, None)
 
     monkeypatch.setattr(RegionTimer, "measure_programs", run)
-    with pytest.warns(MeasuringWarning, match="3 pieces of .* need more memory than the device has free"):
+    with pytest.warns(MeasuringWarning, match="3 regions of .* need more memory than the device has free"):
         found = plan(cost="measured", dp=2, microbatches=1)
     analytic = plan(cost="analytic", dp=2, microbatches=1)
     assert found.prediction.step_seconds == pytest.approx(analytic.prediction.step_seconds)

@@ -28,9 +28,10 @@ from autopar.ir.plan_parts import Message, Stage, StageMemory
 from autopar.ir.text import rendered
 from autopar.schedule.actions import Action
 from autopar.schedule.timeline import Span
+from autopar.tools.report.figure import save_figure
 from autopar.tools.report.plan_trace import trace_events
 from autopar.tools.report.simulate_table import numbers, simulation_parts
-from autopar.tools.report.simulation_picture import draw, figure_of
+from autopar.tools.report.simulation_picture import figure_of
 from autopar.tools.simulate.memory import memory_curve
 from autopar.tools.simulate.step import schedules_of, simulate_plan
 
@@ -347,10 +348,10 @@ def test_a_picture_has_what_the_step_has(tmp_path: Path) -> None:
     assert any("capacity" in t.get_text() for t in memory.texts)
     replicas = figure_of(simulate_plan(plan_of("replicas"))).axes[0]
     assert "reduction" in [t.get_text() for t in replicas.get_legend().get_texts()]
-    draw(simulate_plan(plan), tmp_path / "step.png")
+    save_figure(figure_of(simulate_plan(plan)), tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="Cannot write the picture"):
-        draw(simulate_plan(plan), tmp_path / "missing" / "step.png")
+        save_figure(figure_of(simulate_plan(plan)), tmp_path / "missing" / "step.png")
 
 
 @pytest.mark.parametrize(("memory_bytes", "lines"), [(2**31, 1), (2**40, 0)])

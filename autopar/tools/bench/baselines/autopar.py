@@ -1,4 +1,4 @@
-"""A plan run by autopar, in the same worker processes and with its data on the device like all contestants."""
+"""A plan run by autopar, in the same worker processes and with its data on the device like all baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contestants of a bench: names, descriptions, and for each the variants of which the fastest counts."""
+"""Baselines of a bench, autopar among them: names, descriptions, and variants. The fastest variant counts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ INTERLEAVED_CHUNKS = 2
 
 
 class NotExpressible(Exception):
-    """A contestant cannot run this model, batch or precision; the message says why."""
+    """A baseline cannot run this model, batch or precision; the message says why."""
 
 
 @dataclass(frozen=True)
 class BaselineVariant:
-    """One way of running a contestant.
+    """One way of running a baseline.
 
     Args:
         label: distinguishes it in tables; may be empty.
@@ -53,7 +53,7 @@ class BenchContext:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A contestant.
+    """A way of training that a bench times: autopar itself, or one of those that it is compared with.
 
     Args:
         title: its name in tables.
@@ -187,9 +187,9 @@ def multi_device(context: BenchContext) -> bool:
     return context.devices > 1
 
 
-CONTESTANTS: Mapping[str, Baseline] = {
-    c.name: c
-    for c in (
+BASELINES: Mapping[str, Baseline] = {
+    b.name: b
+    for b in (
         Baseline(
             "plain", "plain PyTorch loop, one device",
             "the plan's microbatches with accumulated gradients", plain_variants, single=True, mixed="autocast",
@@ -197,7 +197,7 @@ CONTESTANTS: Mapping[str, Baseline] = {
         Baseline("single", "autopar, one device", "the same microbatches", single_variant, single=True, planned=True),
         Baseline("autopar", "autopar", "the plan", single_variant, planned=True),
         Baseline(
-            "uniform", "autopar, uniform cuts", "the plan's mesh and microbatches, stages of as many operations",
+            "uniform", "autopar, uniform cuts", "the plan's mesh and microbatches, equally many operations per stage",
             uniform_variants, planned=True, by_default=lambda context: context.plan.mesh.pp > 1,
         ),
         Baseline(
@@ -225,18 +225,18 @@ CONTESTANTS: Mapping[str, Baseline] = {
 
 
 def choose(only: Sequence[str], skip: Sequence[str], context: BenchContext) -> list[Baseline]:
-    """The contestants that take part, in order.
+    """The baselines that take part, in order.
 
     Raises:
         UsageError: there are none, or --microbatch-sizes was given and none of them has microbatch sizes.
     """
     baselines = [
-        c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(context)) and c.name not in skip
+        b for b in BASELINES.values() if (b.name in only if only else b.by_default(context)) and b.name not in skip
     ]  # fmt: skip
     if not baselines:
         raise nothing_left(only, skip)
-    if context.microbatch_sizes and not any(c.sized for c in baselines):
-        names = " or ".join(c.name for c in CONTESTANTS.values() if c.sized)
+    if context.microbatch_sizes and not any(b.sized for b in baselines):
+        names = " or ".join(b.name for b in BASELINES.values() if b.sized)
         raise UsageError(f"--microbatch-sizes is for {names}, and neither takes part: leave it out.")
     return baselines
 
@@ -245,14 +245,14 @@ def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
     """Check the names of --only and --skip.
 
     Raises:
-        UsageError: a name is unknown, or no contestant would be left.
+        UsageError: a name is unknown, or no baseline would be left.
     """
     for flag, names in (("--only", only), ("--skip", skip)):
         for name in names:
-            if name not in CONTESTANTS:
-                hint = suggest(name, CONTESTANTS)
-                raise UsageError(f"{flag} {name}: there is no such contestant.{hint} Known: {', '.join(CONTESTANTS)}.")
-    if not set(only or CONTESTANTS) - set(skip):
+            if name not in BASELINES:
+                hint = suggest(name, BASELINES)
+                raise UsageError(f"{flag} {name}: there is no such baseline.{hint} Known: {', '.join(BASELINES)}.")
+    if not set(only or BASELINES) - set(skip):
         raise nothing_left(only, skip)
 
 
