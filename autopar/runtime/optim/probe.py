@@ -1,4 +1,4 @@
-"""Probes whether an optimizer needs whole parameters or all parameters: it updates small ones, no list of names.
+"""Probes the user's callables on small parameters, without lists of names: what does an optimizer have to see?
 
 An optimizer may be correct on any part of a parameter (SGD, AdamW), only on whole parameters (LAMB's norms, Muon's
 orthogonalisation), or only on all parameters together (a clip by the norm of all its parameters).
@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
+from autopar.ir.graph import Weight
 
 MAX_DIM_SIZE = 64  # maximal size of a probe parameter's dims
 STEPS = 5
@@ -28,6 +30,41 @@ SCALES = (7.0, 0.3, 5.0, 0.2, 6.0)  # scale of the other parameters' gradients a
 # Relative to the largest update. Rounding in elementwise optimizers is 1e-6; norms and counts of halves differ by 1e-2
 # and more.
 TOLERANCE = 1e-4
+
+
+@contextmanager
+def probe_context(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Context with its own random numbers, on the CPU and ``devices``, and without compilation."""
+    # Compiling some optimizers (timm's Kron) would take minutes.
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        torch.manual_seed(0)
+        yield
+
+
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape whose dims are capped at `MAX_DIM_SIZE`."""
+    return tuple(min(size, MAX_DIM_SIZE) for size in shape)
+
+
+def small_weight(weight: Weight) -> torch.Tensor:
+    """Zeros in a weight's place, of its `small_shape`; a parameter if the weight is one."""
+    tensor = torch.zeros(small_shape(weight.shape), dtype=getattr(torch, weight.stored_dtype))
+    return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor
+
+
+def step_probe(optimizer: Optimizer, parameters: str) -> None:
+    """Step an optimizer over small parameters, which ``parameters`` describes.
+
+    Raises:
+        UsageError: the step fails.
+    """
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"The optimizer {type(optimizer).__name__} fails in a trial on {parameters}: {type(error).__name__}: "
+            f"{error}. Choose another one, or groups of parameters that it can update."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -44,7 +81,7 @@ class ParamKind:
 
 def param_kind(group: int, shape: Sequence[int], dim: int | None) -> ParamKind:
     """Kind of a parameter, given its whole shape."""
-    return ParamKind(group, tuple(min(size, MAX_DIM_SIZE) for size in shape), dim)
+    return ParamKind(group, small_shape(shape), dim)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -151,10 +188,8 @@ def probed(
         firsts.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(number)))
         if others:
             seconds.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(len(kinds) + number)))
-    devices = [like.device] if like.device.type == "cuda" else []
-    # Compiling some optimizers (timm's Kron) would take minutes.
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        torch.manual_seed(0)
+    shapes = sorted({kind.shape for kind in kinds}, key=prod)
+    with probe_context([like.device] if like.device.type == "cuda" else []):
         members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for param in [*firsts, *seconds]:
             members[param.kind.group] += param.pieces
@@ -164,15 +199,7 @@ def probed(
                 param.set_gradient(step, 1.0)
             for param in seconds:
                 param.set_gradient(step, others[step])
-            try:
-                tried.step()
-            except Exception as error:
-                shapes = sorted({kind.shape for kind in kinds}, key=prod)
-                raise UsageError(
-                    f"The optimizer {type(optimizer).__name__} fails in a trial on parameters of shapes "
-                    f"{', '.join(str(list(s)) for s in shapes)}: {type(error).__name__}: {error}. Choose another "
-                    "one, or groups of parameters that it can update."
-                ) from error
+            step_probe(tried, f"parameters of shapes {', '.join(str(list(s)) for s in shapes)}")
     return firsts
 
 
