@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.block_chains import blocks, plan_for
 from support.cli import USER_MODELS, invoke
 
 import autopar
@@ -33,7 +34,7 @@ from autopar.ir.text import rendered
 from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
-from autopar.solve.space.constraints import memory_for
+from autopar.solve.space.constraints import Constraints, memory_for
 from autopar.tools.cli.why_not_args import parse_constraints
 from autopar.tools.explain.advice import explained
 from autopar.tools.explain.breakdown import Pipeline, breakdown_of
@@ -211,11 +212,23 @@ def test_memory_that_is_nearly_full_is_said() -> None:
 
 def test_the_memory_limit_that_the_planner_found_comes_first() -> None:
     plan = by_hand([(1.0, 2.0)] * 2, microbatches=64)
-    limit = "memory of stage 0, without whose limit the step would take 9.0 ms"
-    limited = replace(plan, bound_by=f"{limit}; then compute of stage 1")
+    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=(GIB, 2 * GIB)))
+    limited = replace(plan, seconds_without_limit=9e-3)
+    limit = "memory of stage 1, without whose limit the step would take 9.0 ms"
     assert explained(limited).headline == f"{limit}; then {explained(plan).headline}"
     edited = replace(limited, prediction=replace(plan.prediction, step_seconds=1e-3))
     assert explained(edited).headline == explained(plan).headline
+
+
+def test_explain_repeats_the_memory_limit_of_the_plan_text() -> None:
+    plan = plan_for(blocks(8), Constraints(devices=2, batch=8, microbatches=8, memory=20 * GIB), saved=1.5)
+    limit, then, _ = plan.bound_by.partition("; then ")
+    assert limit.startswith("memory of stage 0, without whose limit") and explained(plan).headline.startswith(
+        limit + then
+    )
+    older = json.loads(plan.to_json())
+    del older["seconds_without_limit"]
+    assert limit not in explained(Plan.from_json(json.dumps(older))).headline
 
 
 def test_collectives_reduction_optimizer_and_recomputation_bound() -> None:
