@@ -159,9 +159,9 @@ def finer_sizes(plan: Plan) -> Sequence[int]:
 
 def finer_priced(plan: Plan) -> Alternative | None:
     """The planner's alternative with as many microbatches as `finer_sizes`; None if there is none."""
-    label = plural(len(finer_sizes(plan)), "microbatch", "es")
-    found = (a for a in plan.alternatives if a.label.partition(",")[0] == label)
-    return next(found, None) if finer_sizes(plan)[0] < largest_size(plan) else None
+    sizes = finer_sizes(plan)
+    found = (a for a in plan.alternatives if a.microbatches == len(sizes))
+    return next(found, None) if sizes[0] < largest_size(plan) else None
 
 
 def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:

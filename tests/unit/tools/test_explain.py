@@ -194,14 +194,28 @@ def test_few_microbatches_make_a_bubble_that_more_would_fill() -> None:
 
 def test_what_the_planner_priced_outranks_a_guess() -> None:
     plan = by_hand([(1.0, 2.0)] * 4, microbatches=2)
-    faster = explained(replace(plan, alternatives=(Alternative("4 microbatches", 11.0),)))
+    faster = explained(replace(plan, alternatives=(Alternative("4 microbatches", 11.0, microbatches=4),)))
     assert [(h.text, h.step_seconds) for h in faster.suggestions] == [
         ("4 microbatches instead of 2, as the planner priced it", 11.0)
     ]
-    slower = explained(replace(plan, alternatives=(Alternative("4 microbatches", 20.0),)))
+    slower = explained(replace(plan, alternatives=(Alternative("4 microbatches", 20.0, microbatches=4),)))
     assert slower.suggestions == () and slower.notes == (
         "Smaller microbatches would not help: 4 microbatches take 20.0 s.",
     )
+
+
+def test_alternatives_with_the_plans_mesh_and_schedule_hold_their_microbatches() -> None:
+    plan = planned(VIT.name, 4, ("pp", 2), ("dp", 2))
+    assert {a.label: a.microbatches for a in plan.alternatives} == {
+        "2 microbatches, ZeRO-1": 2, "1 microbatch, no ZeRO-1": 1, "equal parameters": None, "one device": None,
+    }  # fmt: skip
+
+
+def test_what_an_older_file_does_not_hold_is_guessed() -> None:
+    plan = by_hand([(1.0, 2.0)] * 4, microbatches=2)
+    data = json.loads(replace(plan, alternatives=(Alternative("4 microbatches", 20.0, microbatches=4),)).to_json())
+    del data["alternatives"][0]["microbatches"]
+    assert explained(Plan.from_json(json.dumps(data))) == explained(plan)
 
 
 def test_memory_that_is_nearly_full_is_said() -> None:
