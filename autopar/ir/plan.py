@@ -83,6 +83,11 @@ class Plan:
         return microbatch_size(self.batch, self.mesh.dp * self.microbatches)
 
     @property
+    def transfer_seconds(self) -> Mapping[tuple[int, int], float]:
+        """Seconds of a microbatch's message by (source stage, destination stage)."""
+        return {(message.src, message.dst): message.seconds for message in self.messages}
+
+    @property
     def decision(self) -> str:
         """The plan's effect on ranks, on one line, without predictions and without how it was found."""
         cuts = " | ".join(f"{stage.first} … {stage.last}" for stage in self.stages)
