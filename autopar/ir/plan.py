@@ -48,6 +48,8 @@ class Plan:
             follows the layouts that it reads.
         blocks: the shardings for people.
         zero1: whether each replica keeps the optimizer's state of a part of the parameters.
+        seconds_without_limit: the step without the memory limit; None where that is hardly shorter, in plans made by
+            hand and in older files.
 
     In ``shardings`` and ``strategies``, ``*`` stands for any number in a name, and a full name outranks a pattern. Both
     are empty when tp is 1.
@@ -71,6 +73,7 @@ class Plan:
     blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
+    seconds_without_limit: float | None = None
     messages: tuple[Message, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -78,6 +81,11 @@ class Plan:
     def microbatch_size(self) -> int:
         """Samples of a replica's largest microbatch."""
         return microbatch_size(self.batch, self.mesh.dp * self.microbatches)
+
+    @property
+    def transfer_seconds(self) -> Mapping[tuple[int, int], float]:
+        """Seconds of a microbatch's message by (source stage, destination stage)."""
+        return {(message.src, message.dst): message.seconds for message in self.messages}
 
     @property
     def decision(self) -> str:

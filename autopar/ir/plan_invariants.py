@@ -94,13 +94,20 @@ def check_stages(plan: PlanView, fail: Fail) -> None:
 
 
 def check_flows(plan: PlanView, fail: Fail) -> None:
-    """Messages and exceptions name stages of the plan."""
+    """Messages and exceptions name stages of the plan; every gradient has an activation, every pair one message."""
     num_stages = len(plan.stages)
+    pairs = {(message.src, message.dst) for message in plan.messages}
     for i, message in enumerate(plan.messages):
         if message.src == message.dst or not {message.src, message.dst} <= {*range(num_stages)}:
             fail(f"messages.{i}", f"goes from stage {message.src} to {message.dst} of {num_stages}.")
         if message.num_bytes < 0 or message.seconds < 0:
             fail(f"messages.{i}", f"has {message.num_bytes} bytes and {message.seconds} s; none may be negative.")
+        if message.src > message.dst and (message.dst, message.src) not in pairs:
+            way, back = (f"from stage {a} to {b}" for a, b in ((message.src, message.dst), (message.dst, message.src)))
+            fail(f"messages.{i}", f"gradients go {way}, but no message goes {back}. Plan again.")
+    if len(pairs) < len(plan.messages):
+        count = f"{len(plan.messages)} messages for {len(pairs)} pairs of stages"
+        fail("messages", f"{count}; each pair may have one in each direction. Plan again.")
     for name, stage_number in plan.exceptions.items():
         if not 0 <= stage_number < num_stages:
             fail(f"exceptions.{name}", f"names stage {stage_number} of {num_stages}.")

@@ -181,11 +181,18 @@ class SolverInfo:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was considered and not chosen; ``step_seconds`` is None where it does not fit."""
+    """A plan that was considered and not chosen.
+
+    Args:
+        step_seconds: None where the plan does not fit.
+        microbatches: per replica, of an alternative with the chosen mesh and schedule; None for others and in older
+            files.
+    """
 
     label: str
     step_seconds: float | None
     note: str = ""
+    microbatches: int | None = None
 
 
 @with_config(STRICT)

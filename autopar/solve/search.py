@@ -20,7 +20,7 @@ from autopar.solve.cuts.problem import Costs, CutProblem, Cuts, Priced, update_s
 from autopar.solve.cuts.solve import SOLVER_TOLERANCE, solve_cuts
 from autopar.solve.result.alternatives import MAX_MESHES, alternatives
 from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
-from autopar.solve.result.reasons import bound_by
+from autopar.solve.result.reasons import bound_by, seconds_without_limit
 from autopar.solve.space.candidates import (
     Candidate,
     LowerBounds,
@@ -135,9 +135,10 @@ def search(
     if found is not None:
         decision, solver = take_joint_solution(setting, decision, solver, found)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
+    free_seconds = seconds_without_limit(setting, decision)
     return make_plan(
         setting, decision, solver, alternatives(setting, bounds, explored.by_mesh, explored.refused, decision),
-        bound_by(setting, decision),
+        bound_by(setting, decision, free_seconds), free_seconds,
     )  # fmt: skip
 
 

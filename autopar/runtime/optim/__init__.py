@@ -4,7 +4,7 @@ Question: how does any optimizer of the user's update weights that are split ove
 Input: a `RankSpec` with the user's callables (optimizer, lr_scheduler, ema), the rank's trainable weights, a transport.
 Output: an `Updater`, whose ``step()`` returns an `UpdateResult` (global gradient norm, skipped or not).
 
-Optimizers are probed on small parameters instead of being looked up in a list of names.
+Optimizers are probed on small parameters instead of being looked up in a list of names or types: hooks count too.
 
 Files in reading order: probe (does an optimizer need whole parameters, or all of them?), build (the rank's optimizer),
 state_bytes (bytes of optimizer state per element, for the planner), lr_scheduler, loss_scaler (float16), step (the

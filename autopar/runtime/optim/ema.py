@@ -12,8 +12,8 @@ from torch import nn
 
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.graph import Graph, Weight
+from autopar.runtime.optim.probe import probe_context, small_weight
 
-MAX_DIM_SIZE = 64  # maximal size of a dim in a probe
 UNUSED = "unused"  # name of a placeholder on ranks without parameters: ModelEmaV3 reads the first parameter's device
 
 
@@ -97,14 +97,9 @@ def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:
     """
     weights = {w.name: w for w in graph.weights if w.kind != "constant"}
     small = {name: small_weight(weight) for name, weight in weights.items()}
-    averages = Average(make, small, weights).tensors()
+    with probe_context():
+        averages = Average(make, small, weights).tensors()
     kept = {name: tensor.nbytes / tensor.numel() for name, tensor in averages.items() if tensor.numel()}
     return replace(
         graph, weights=tuple(replace(w, average_bytes=kept.get(w.name, w.average_bytes)) for w in graph.weights)
     )
-
-
-def small_weight(weight: Weight) -> torch.Tensor:
-    """Zeros in a weight's place, with dims of at most `MAX_DIM_SIZE`."""
-    tensor = torch.zeros([min(size, MAX_DIM_SIZE) for size in weight.shape], dtype=getattr(torch, weight.stored_dtype))
-    return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor

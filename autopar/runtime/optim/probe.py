@@ -1,4 +1,4 @@
-"""Probes whether an optimizer needs whole parameters or all parameters: it updates small ones, no list of names.
+"""Probes the user's callables on small parameters, without lists of names: what does an optimizer have to see?
 
 An optimizer may be correct on any part of a parameter (SGD, AdamW), only on whole parameters (LAMB's norms, Muon's
 orthogonalisation), or only on all parameters together (a clip by the norm of all its parameters).
@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
+from autopar.ir.graph import Weight
 
 MAX_DIM_SIZE = 64  # maximal size of a probe parameter's dims
 STEPS = 5
@@ -28,6 +30,41 @@ SCALES = (7.0, 0.3, 5.0, 0.2, 6.0)  # scale of the other parameters' gradients a
 # Relative to the largest update. Rounding in elementwise optimizers is 1e-6; norms and counts of halves differ by 1e-2
 # and more.
 TOLERANCE = 1e-4
+
+
+@contextmanager
+def probe_context(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Context with its own random numbers, on the CPU and ``devices``, and without compilation."""
+    # Compiling some optimizers (timm's Kron) would take minutes.
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        torch.manual_seed(0)
+        yield
+
+
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape whose dims are capped at `MAX_DIM_SIZE`."""
+    return tuple(min(size, MAX_DIM_SIZE) for size in shape)
+
+
+def small_weight(weight: Weight) -> torch.Tensor:
+    """Zeros in a weight's place, of its `small_shape`; a parameter if the weight is one."""
+    tensor = torch.zeros(small_shape(weight.shape), dtype=getattr(torch, weight.stored_dtype))
+    return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor
+
+
+def step_probe(optimizer: Optimizer, parameters: str) -> None:
+    """Step an optimizer over small parameters, which ``parameters`` describes.
+
+    Raises:
+        UsageError: the step fails.
+    """
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"The optimizer {type(optimizer).__name__} fails in a trial on {parameters}: {type(error).__name__}: "
+            f"{error}. Choose another one, or groups of parameters that it can update."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -44,7 +81,7 @@ class ParamKind:
 
 def param_kind(group: int, shape: Sequence[int], dim: int | None) -> ParamKind:
     """Kind of a parameter, given its whole shape."""
-    return ParamKind(group, tuple(min(size, MAX_DIM_SIZE) for size in shape), dim)
+    return ParamKind(group, small_shape(shape), dim)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -67,8 +104,8 @@ def mixes_parameters(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> bool:
     Raises:
         UsageError: the optimizer fails on parameters of these kinds.
     """
-    alone, together = (ProbeRun(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
-    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), together.ends(), alone.params, strict=True))
+    alone, together = (probed(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
+    return any(differ(a, b) for a, b in zip(alone, together, strict=True))
 
 
 def needs_full_params(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> frozenset[ParamKind]:
@@ -78,15 +115,14 @@ def needs_full_params(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> froze
         UsageError: the optimizer fails on parameters of these kinds.
     """
     split = [kind for kind in kinds if kind.dim is not None]
-    whole, halves = (ProbeRun(optimizer, split, in_halves=cut) for cut in (False, True))
-    return frozenset(
-        toy.kind for a, b, toy in zip(whole.ends(), halves.ends(), whole.params, strict=True) if differ(a, b, toy.start)
-    )
+    whole, halves = (probed(optimizer, split, in_halves=cut) for cut in (False, True))
+    return frozenset(a.kind for a, b in zip(whole, halves, strict=True) if differ(a, b))
 
 
-def differ(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor) -> bool:
-    """Whether two results from one start differ by more than rounding. All tensors have one shape."""
-    return not bool((a - b).abs().max() <= TOLERANCE * (a - start).abs().max())
+def differ(a: ProbeParam, b: ProbeParam) -> bool:
+    """Whether two parameters of one kind and start differ by more than rounding."""
+    value = a.now()
+    return not bool((value - b.now()).abs().max() <= TOLERANCE * (value - a.start).abs().max())
 
 
 class ProbeParam:
@@ -133,57 +169,38 @@ class ProbeParam:
             piece.grad = own.clone()
 
 
-class ProbeRun:
-    """Steps of an optimizer's twin on probe parameters. Runs with equal kinds use equal random numbers."""
+def probed(
+    optimizer: Optimizer, kinds: Sequence[ParamKind], others: Sequence[float] = (), in_halves: bool = False
+) -> list[ProbeParam]:
+    """Parameters, one of each kind, after `STEPS` steps of the optimizer's twin.
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        kinds: Sequence[ParamKind],
-        others: Sequence[float] = (),
-        in_halves: bool = False,
-    ) -> None:
-        """Run `STEPS` steps.
+    Calls with equal kinds use equal random numbers.
 
-        Args:
-            others: scale, by step, of the gradients of a second parameter of each kind; empty for no second one.
-        """
-        self.params: list[ProbeParam] = []
-        if not kinds:
-            return
-        like = next(p for group in optimizer.param_groups for p in group["params"])
-        seconds: list[ProbeParam] = []
-        for number, kind in enumerate(kinds):
-            generator = torch.Generator().manual_seed(number)
-            self.params.append(ProbeParam(kind, in_halves, like, generator))
-            if others:
-                seconds.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(len(kinds) + number)))
-        devices = [like.device] if like.device.type == "cuda" else []
-        # Compiling some optimizers (timm's Kron) would take minutes.
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
-            members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-            for toy in [*self.params, *seconds]:
-                members[toy.kind.group] += toy.pieces
-            tried = twin(optimizer, members)
-            for step in range(STEPS):
-                for toy in self.params:
-                    toy.set_gradient(step, 1.0)
-                for toy in seconds:
-                    toy.set_gradient(step, others[step])
-                try:
-                    tried.step()
-                except Exception as error:
-                    shapes = sorted({kind.shape for kind in kinds}, key=prod)
-                    raise UsageError(
-                        f"The optimizer {type(optimizer).__name__} fails in a trial on parameters of shapes "
-                        f"{', '.join(str(list(s)) for s in shapes)}: {type(error).__name__}: {error}. Choose another "
-                        "one, or groups of parameters that it can update."
-                    ) from error
-
-    def ends(self) -> list[torch.Tensor]:
-        """Values of the first parameter of each kind after the steps, each of the kind's shape."""
-        return [toy.now() for toy in self.params]
+    Args:
+        others: scale, by step, of the gradients of a second parameter of each kind; empty for no second one.
+    """
+    if not kinds:
+        return []
+    like = next(p for group in optimizer.param_groups for p in group["params"])
+    firsts: list[ProbeParam] = []
+    seconds: list[ProbeParam] = []
+    for number, kind in enumerate(kinds):
+        firsts.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(number)))
+        if others:
+            seconds.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(len(kinds) + number)))
+    shapes = sorted({kind.shape for kind in kinds}, key=prod)
+    with probe_context([like.device] if like.device.type == "cuda" else []):
+        members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for param in [*firsts, *seconds]:
+            members[param.kind.group] += param.pieces
+        tried = twin(optimizer, members)
+        for step in range(STEPS):
+            for param in firsts:
+                param.set_gradient(step, 1.0)
+            for param in seconds:
+                param.set_gradient(step, others[step])
+            step_probe(tried, f"parameters of shapes {', '.join(str(list(s)) for s in shapes)}")
+    return firsts
 
 
 def probe_group(group: Mapping[str, Any], members: list[nn.Parameter]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Weight
 from autopar.ir.pytree import leaves
-from autopar.runtime.optim.build import made, needs_closure
-from autopar.runtime.optim.probe import MAX_DIM_SIZE, nested
+from autopar.runtime.optim.build import made
+from autopar.runtime.optim.probe import needs_closure, nested, probe_context, small_weight, step_probe
 from autopar.runtime.spec import Parameters
 
 STEPS = 2  # some optimizers allocate more state after their first step
@@ -38,30 +37,17 @@ def state_bytes(make: Callable[[Parameters], Optimizer], weights: Sequence[Weigh
     Error: dims are cut to 64. State that grows with a parameter's rows and columns instead of its elements (Adafactor)
         is therefore too large, but still small.
     """
-    # Compiling some optimizers (timm's Kron) would take minutes.
-    with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
-        torch.manual_seed(0)
-        small = {w.name: small_parameter(w) for w in weights}
+    with probe_context():
+        small = {w.name: nn.Parameter(torch.randn_like(small_weight(w))) for w in weights}
         optimizer = made(make, small)
         if needs_closure(optimizer):
             return {}  # the ranks refuse the optimizer and give the reason
         for _ in range(STEPS):
             for parameter in small.values():
                 parameter.grad = torch.randn_like(parameter)
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise UsageError(
-                    f"The optimizer {type(optimizer).__name__} fails in a trial on {len(small)} small parameters: "
-                    f"{type(error).__name__}: {error}. Choose another one, or groups of parameters that it can update."
-                ) from error
+            step_probe(optimizer, f"{len(small)} small parameters")
     kept = {name: kept_bytes(optimizer, parameter) for name, parameter in small.items()}
     return {name: kept[name] / parameter.numel() for name, parameter in small.items() if parameter.numel()}
-
-
-def small_parameter(weight: Weight) -> nn.Parameter:
-    shape = [min(size, MAX_DIM_SIZE) for size in weight.shape]
-    return nn.Parameter(torch.randn(shape, dtype=getattr(torch, weight.stored_dtype)))
 
 
 def kept_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:

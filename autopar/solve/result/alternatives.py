@@ -52,7 +52,8 @@ def alternatives(
     others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
-    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, bounds, by_mesh, decision)]
+    near = neighbours(setting, bounds, by_mesh, decision)
+    rows += [replace(listed(point_label(c.point, problem.dp), c), microbatches=c.point.microbatches) for c in near]
     rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, bounds, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]

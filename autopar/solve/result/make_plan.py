@@ -82,6 +82,7 @@ def make_plan(
     solver: SolverInfo,
     alternatives: tuple[Alternative, ...],
     bound_by: str,
+    seconds_without_limit: float | None,
 ) -> Plan:
     """The plan in which every group runs on its stage."""
     problem, priced, stage_of = decision.problem, decision.priced, decision.stage_of
@@ -141,6 +142,7 @@ def make_plan(
         blocks=priced.blocks,
         alternatives=alternatives,
         bound_by=bound_by,
+        seconds_without_limit=seconds_without_limit,
         messages=tuple(
             Message(src, dst, num_bytes, transfer_seconds(setting, problem, (src, dst), num_bytes))
             for (src, dst), num_bytes in sorted(sent.items())

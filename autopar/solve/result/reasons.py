@@ -33,8 +33,8 @@ def why_slower(candidate: Candidate, chosen: StepBreakdown, batch: int) -> str:
     return excess_text(parts(candidate.decision, candidate.step, batch), chosen)
 
 
-def bound_by(setting: Setting, decision: Decision) -> str:
-    """Sentence that names what bounds the step."""
+def bound_by(setting: Setting, decision: Decision, free_seconds: float | None) -> str:
+    """Sentence that names what bounds the step, given the result of `seconds_without_limit`."""
     problem, stage_of = decision.problem, decision.stage_of
     step = step_time(setting, problem, stage_of)
     spent = parts(decision, step, setting.constraints.batch)
@@ -47,13 +47,10 @@ def bound_by(setting: Setting, decision: Decision) -> str:
     what = bound_text(
         spent, Slowest(stage_text(decision, slowest), over, share), problem.mesh, problem.stages, problem.microbatches
     )
-    free_seconds = seconds_without_limit(setting, decision, step.seconds)
     if free_seconds is None:
         return what
-    ranks = rank_costs(problem, costs)
-    full = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
-    whose = f"rank {problem.mesh.ranks(full)[0]}" if problem.chunks > 1 else f"stage {full}"
-    return memory_text(whose, free_seconds, what)
+    peaks = [c.memory_bytes for c in rank_costs(problem, costs)]
+    return memory_text(problem.mesh, problem.chunks, peaks, free_seconds, what)
 
 
 def stage_text(decision: Decision, stage: int) -> str:
@@ -64,7 +61,8 @@ def stage_text(decision: Decision, stage: int) -> str:
     return f"stage {stage} ({first} … {last})" if first != last else f"stage {stage} ({first})"
 
 
-def seconds_without_limit(setting: Setting, decision: Decision, step_seconds: float) -> float | None:
+def seconds_without_limit(setting: Setting, decision: Decision) -> float | None:
     """The step of the best contiguous cuts without the memory limit, where that is notably faster."""
+    step_seconds = step_time(setting, decision.problem, decision.stage_of).seconds
     free = evaluate_cuts(setting, point_of(decision), decision.priced, without_limit(decision.problem))
     return free.seconds if free.seconds < (1 - NOTABLE) * step_seconds else None

@@ -95,15 +95,17 @@ def bound_text(spent: StepBreakdown, slowest: Slowest, mesh: Mesh, stages: int, 
     return what
 
 
-def memory_text(whose: str, free_seconds: float, what: str) -> str:
-    """As `bound_text`, where the memory limit bounds the step first; ``free_seconds`` is the step without it."""
+def memory_text(mesh: Mesh, chunks: int, peak_bytes: Sequence[int], free_seconds: float, what: str) -> str:
+    """Sentence that names the fullest stage, or its rank if it has several, before ``what`` bounds the step otherwise.
+
+    Args:
+        peak_bytes: peak memory of each pipeline position.
+        free_seconds: the step without the memory limit.
+        what: result of `bound_text`.
+    """
+    fullest = max(range(mesh.pp), key=peak_bytes.__getitem__)
+    whose = f"rank {mesh.ranks(fullest)[0]}" if chunks > 1 else f"stage {fullest}"
     return f"memory of {whose}, without whose limit the step would take {free_seconds * 1e3:,.1f} ms; then {what}"
-
-
-def memory_said(bound_by: str) -> str:
-    """Beginning of a text by `memory_text`, up to the bound without the limit; empty for other texts."""
-    before, then, _ = bound_by.partition("; then ")
-    return before if then and before.startswith("memory of ") else ""
 
 
 def excess_text(breakdown: StepBreakdown, chosen: StepBreakdown) -> str:

@@ -10,7 +10,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Alternative
 from autopar.ir.table import NEARLY_FULL, ranks_text, stage_ends
 from autopar.ir.units import BYTES, TIME, percent, plural, text
-from autopar.solve.result.step_breakdown import NOTABLE, Slowest, bound_text, memory_said
+from autopar.solve.result.step_breakdown import NOTABLE, Slowest, bound_text, memory_text
 from autopar.tools.explain.breakdown import Breakdown, Pipeline, Position, breakdown_of
 
 WORTH_HELP = 0.1  # share of the step above which a part gets a suggestion
@@ -58,8 +58,10 @@ def headline(plan: Plan, breakdown: Breakdown) -> str:
     share = transfers_behind(pipeline, slowest) / times[slowest] if times[slowest] else 0.0
     said = bound_text(breakdown.spent, Slowest(where, over, share), plan.mesh, len(plan.stages), plan.microbatches)
     what = "; ".join([said, *nearly_full(breakdown)])
-    limited = "" if is_edited(plan, breakdown) else memory_said(plan.bound_by)
-    return f"{limited}; then {what}" if limited else what
+    if plan.seconds_without_limit is None or is_edited(plan, breakdown):
+        return what
+    peaks = [p.memory.peak_bytes for p in breakdown.positions]
+    return memory_text(plan.mesh, plan.chunks, peaks, plan.seconds_without_limit, what)
 
 
 def transfers_behind(pipeline: Pipeline, stage: int) -> float:
@@ -157,9 +159,9 @@ def finer_sizes(plan: Plan) -> Sequence[int]:
 
 def finer_priced(plan: Plan) -> Alternative | None:
     """The planner's alternative with as many microbatches as `finer_sizes`; None if there is none."""
-    label = plural(len(finer_sizes(plan)), "microbatch", "es")
-    found = (a for a in plan.alternatives if a.label.partition(",")[0] == label)
-    return next(found, None) if finer_sizes(plan)[0] < largest_size(plan) else None
+    sizes = finer_sizes(plan)
+    found = (a for a in plan.alternatives if a.microbatches == len(sizes))
+    return next(found, None) if sizes[0] < largest_size(plan) else None
 
 
 def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:

@@ -30,17 +30,12 @@ class Pipeline:
     @staticmethod
     def of(plan: Plan) -> Pipeline:
         """Pipeline of a plan."""
-        transfers: dict[tuple[int, int], float] = {}
-        for message in plan.messages:
-            pair = (message.src, message.dst)
-            transfers.setdefault((min(pair), max(pair)), 0.0)  # a gradient travels back along an edge
-            transfers[pair] = transfers.get(pair, 0.0) + message.seconds
         return Pipeline(
             plan.schedule,
             plan.mesh.pp,
             tuple(s.forward_seconds for s in plan.stages),
             tuple(s.backward_seconds for s in plan.stages),
-            transfers,
+            plan.transfer_seconds,
             microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches),
         )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.errors import PlanError, UsageError
+from autopar.errors import UsageError
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import INTERLEAVED, Message, ScheduleName
@@ -105,7 +104,6 @@ def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
 
     Raises:
         UsageError: the plan's stages cannot run under this schedule, or the schedule has no training step.
-        PlanError: as `transfer_seconds`.
     Error: the error of the plan's times. Exposed reduction and optimizer are the plan's predictions for its own
         schedule. Every position is charged the same exposed reduction, because the plan does not say how much less the
         positions have that finish earlier.
@@ -116,7 +114,7 @@ def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
         generate(name, plan.mesh.pp, len(sizes), plan.chunks),
         [stage.forward_seconds for stage in plan.stages],
         [stage.backward_seconds for stage in plan.stages],
-        transfer_seconds(plan),
+        plan.transfer_seconds,
         sizes,
     )
     rows = {rank: tuple(spans) for rank, spans in groupby(timeline.spans, key=lambda span: span.rank)}
@@ -181,27 +179,6 @@ def position_of(
         optimizer_seconds=sum(stage.optimizer_seconds for stage in stages.values()),
         memory=memory_curve(spans, memory) if len(memory) == len(stages) else None,
     )
-
-
-def transfer_seconds(plan: Plan) -> Mapping[tuple[int, int], float]:
-    """Seconds of a microbatch's message by (source stage, destination stage), as `simulate` takes them.
-
-    Raises:
-        PlanError: two messages have the same source and destination, or a gradient has no activation.
-    """
-    ways = {(message.src, message.dst): message.seconds for message in plan.messages}
-    for i, message in enumerate(plan.messages):
-        if message.src > message.dst and (message.dst, message.src) not in ways:
-            raise PlanError(
-                f"Plan field messages.{i}: gradients go from stage {message.src} to {message.dst}, but no message goes "
-                f"from stage {message.dst} to {message.src}. Plan again."
-            )
-    if len(ways) < len(plan.messages):
-        raise PlanError(
-            f"Plan field messages: {len(plan.messages)} messages for {len(ways)} pairs of stages; each pair may have "
-            "one in each direction. Plan again."
-        )
-    return ways
 
 
 def transfers_of(plan: Plan, timeline: Timeline, sizes: tuple[float, ...]) -> tuple[Transfer, ...]:

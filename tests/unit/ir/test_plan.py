@@ -18,6 +18,8 @@ from autopar import Plan, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import BlockSharding, Collective
 
+BACK = {"src": 1, "dst": 0, "num_bytes": 8, "seconds": 1e-6}  # a message of gradients
+
 
 def plan() -> Plan:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -88,6 +90,8 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
             r"messages\.0: goes from stage 0 to 2 of 2",
         ),
         ("messages", [{"src": 0, "dst": 1, "num_bytes": 8, "seconds": -1.0}], r"messages\.0: has 8 bytes and -1\.0 s"),
+        ("messages", [BACK], r"messages\.0: gradients go from stage 1 to 0, but no message goes from stage 0 to 1"),
+        ("messages", [BACK, BACK, BACK | {"src": 0, "dst": 1}], "field messages: 3 messages for 2 pairs of stages"),
         ("exceptions", {"0.linear": 7}, r"field exceptions\.0\.linear: names stage 7"),
     ],
 )

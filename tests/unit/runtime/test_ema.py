@@ -18,6 +18,8 @@ from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
 import autopar
+from autopar.ir.graph import Graph, Weight
+from autopar.runtime.optim.ema import with_averages
 
 EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9)
 
@@ -93,6 +95,17 @@ def test_a_stage_without_parameters() -> None:
     assert list(pm.ema_state_dict()) == ["0.weight", "0.bias"]
     with pm.ema_weights():
         assert pm(x).shape == (4, 4)
+
+
+def test_planning_draws_no_random_numbers_for_the_average() -> None:
+    def make(module: nn.Module) -> Any:
+        torch.randn(3)
+        return EMA(module)
+
+    weights = (Weight("w", "parameter", (100, 2), "float32", True),)
+    state = torch.random.get_rng_state()
+    graph = with_averages(Graph("m", "train", 1, (), weights, (), (), (), None, None), make)
+    assert graph.weights[0].average_bytes == 4 and torch.equal(state, torch.random.get_rng_state())
 
 
 def test_no_average_was_asked_for() -> None:

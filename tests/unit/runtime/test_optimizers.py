@@ -43,6 +43,25 @@ def by_name(name: str, **options: Any) -> Make:
     return lambda groups: timm.optim.create_optimizer_v2(groups, name, lr=0.0, weight_decay=0.05, **options)
 
 
+def hooked(change: Callable[[list[torch.Tensor]], Any]) -> Make:
+    """AdamW whose hook changes gradients before each step: its type does not show it."""
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        change([p for group in optimizer.param_groups for p in group["params"]])
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(groups, lr=0.0)
+        optimizer.register_step_pre_hook(hook)
+        return optimizer
+
+    return make
+
+
+def centralize(parameters: list[torch.Tensor]) -> None:
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        gradient -= gradient.mean()
+
+
 @pytest.mark.parametrize(
     ("make", "coupled", "wrong"),
     [
@@ -64,6 +83,8 @@ def by_name(name: str, **options: Any) -> Make:
         (by_name("cadamw"), False, "rows columns filters vector"),
         (by_name("adafactor"), False, "rows columns filters vector"),
         (functools.partial(torch.optim.Adafactor, lr=0.0), False, "rows columns filters vector"),
+        (hooked(lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0)), True, ""),
+        (hooked(centralize), False, "rows columns filters vector"),
     ],
 )
 def test_what_an_optimizer_needs_to_see(make: Make, coupled: bool, wrong: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.block_chains import blocks, plan_for
 from support.cli import USER_MODELS, invoke
 
 import autopar
@@ -33,7 +34,7 @@ from autopar.ir.text import rendered
 from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
-from autopar.solve.space.constraints import memory_for
+from autopar.solve.space.constraints import Constraints, memory_for
 from autopar.tools.cli.why_not_args import parse_constraints
 from autopar.tools.explain.advice import explained
 from autopar.tools.explain.breakdown import Pipeline, breakdown_of
@@ -193,14 +194,28 @@ def test_few_microbatches_make_a_bubble_that_more_would_fill() -> None:
 
 def test_what_the_planner_priced_outranks_a_guess() -> None:
     plan = by_hand([(1.0, 2.0)] * 4, microbatches=2)
-    faster = explained(replace(plan, alternatives=(Alternative("4 microbatches", 11.0),)))
+    faster = explained(replace(plan, alternatives=(Alternative("4 microbatches", 11.0, microbatches=4),)))
     assert [(h.text, h.step_seconds) for h in faster.suggestions] == [
         ("4 microbatches instead of 2, as the planner priced it", 11.0)
     ]
-    slower = explained(replace(plan, alternatives=(Alternative("4 microbatches", 20.0),)))
+    slower = explained(replace(plan, alternatives=(Alternative("4 microbatches", 20.0, microbatches=4),)))
     assert slower.suggestions == () and slower.notes == (
         "Smaller microbatches would not help: 4 microbatches take 20.0 s.",
     )
+
+
+def test_alternatives_with_the_plans_mesh_and_schedule_hold_their_microbatches() -> None:
+    plan = planned(VIT.name, 4, ("pp", 2), ("dp", 2))
+    assert {a.label: a.microbatches for a in plan.alternatives} == {
+        "2 microbatches, ZeRO-1": 2, "1 microbatch, no ZeRO-1": 1, "equal parameters": None, "one device": None,
+    }  # fmt: skip
+
+
+def test_what_an_older_file_does_not_hold_is_guessed() -> None:
+    plan = by_hand([(1.0, 2.0)] * 4, microbatches=2)
+    data = json.loads(replace(plan, alternatives=(Alternative("4 microbatches", 20.0, microbatches=4),)).to_json())
+    del data["alternatives"][0]["microbatches"]
+    assert explained(Plan.from_json(json.dumps(data))) == explained(plan)
 
 
 def test_memory_that_is_nearly_full_is_said() -> None:
@@ -211,11 +226,23 @@ def test_memory_that_is_nearly_full_is_said() -> None:
 
 def test_the_memory_limit_that_the_planner_found_comes_first() -> None:
     plan = by_hand([(1.0, 2.0)] * 2, microbatches=64)
-    limit = "memory of stage 0, without whose limit the step would take 9.0 ms"
-    limited = replace(plan, bound_by=f"{limit}; then compute of stage 1")
+    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=(GIB, 2 * GIB)))
+    limited = replace(plan, seconds_without_limit=9e-3)
+    limit = "memory of stage 1, without whose limit the step would take 9.0 ms"
     assert explained(limited).headline == f"{limit}; then {explained(plan).headline}"
     edited = replace(limited, prediction=replace(plan.prediction, step_seconds=1e-3))
     assert explained(edited).headline == explained(plan).headline
+
+
+def test_explain_repeats_the_memory_limit_of_the_plan_text() -> None:
+    plan = plan_for(blocks(8), Constraints(devices=2, batch=8, microbatches=8, memory=20 * GIB), saved=1.5)
+    limit, then, _ = plan.bound_by.partition("; then ")
+    assert limit.startswith("memory of stage 0, without whose limit") and explained(plan).headline.startswith(
+        limit + then
+    )
+    older = json.loads(plan.to_json())
+    del older["seconds_without_limit"]
+    assert limit not in explained(Plan.from_json(json.dumps(older))).headline
 
 
 def test_collectives_reduction_optimizer_and_recomputation_bound() -> None:

@@ -21,7 +21,7 @@ from support.models import UNet, tiny_vit
 from torch import nn
 
 import autopar
-from autopar.errors import PlanError, UsageError
+from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Message, Stage, StageMemory
@@ -177,14 +177,6 @@ def test_gpipe_holds_all_microbatches() -> None:
 def test_schedules_that_a_plan_cannot_have(name: str, asked: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         simulate_plan(plan_of(name), asked)
-
-
-def test_messages_that_cannot_be() -> None:
-    back = Message(1, 0, 4, 1e-3)
-    with pytest.raises(PlanError, match=r"messages\.0: gradients go from stage 1 to 0, but no message"):
-        simulate_plan(by_hand(messages=(back,)))
-    with pytest.raises(PlanError, match="3 messages for 2 pairs"):
-        simulate_plan(by_hand(messages=(back, back, replace(back, src=0, dst=1))))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
