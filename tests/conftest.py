@@ -62,3 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if later:
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty folder that is the working directory of the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
