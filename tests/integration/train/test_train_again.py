@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.cli import invoke
-from support.train_cli import MAIN, SHORT, TINY, losses, records, start
+from support.train_cli import MAIN, SHORT, TINY, contents, losses, records, start
 
 from autopar.tools.cli.train_run import command
 from autopar.train import read_run
@@ -140,10 +140,6 @@ def test_a_finished_run_gets_more_epochs_in_another_folder(tmp_path):
 
 
 # -- a folder that holds a run already ---------------------------------------------------------------------------------
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_second_run_in_a_folder_is_refused_and_nothing_is_lost(alone, tmp_path, monkeypatch):
