@@ -30,7 +30,7 @@ def op(name: str, reads: Sequence[str], weights: Sequence[str] = ()) -> Op:
     return Op(name, "aten.linear.default", args, (), (Value(f"{name}:out", (4,), "float32", (1,), True),), module)
 
 
-def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> Graph:
+def graph_of(ops: Sequence[Op], colocated: tuple[tuple[str, ...], ...] = ()) -> Graph:
     weights = {
         r: Weight(r, "parameter", (2, 2), "float32", True, (r,)) for o in ops for r in o.reads if r.startswith("w_")
     }
@@ -45,7 +45,7 @@ def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> G
         leaves=(Ref("x"),),
         in_spec=None,
         out_spec=None,
-        colocated=together,
+        colocated=colocated,
     )
 
 
@@ -63,12 +63,12 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
         for r in o.reads:
             readers.setdefault(r, set()).add(group_of[o.name])
     readers.setdefault(graph.ops[-1].outputs[0].name, set()).add(loss)
-    flows = []
+    edges = []
     for o in graph.ops:
-        value, here = o.outputs[0], group_of[o.name]
-        consumers = tuple(sorted(readers.get(value.name, set()) - {here}))
+        value, producer = o.outputs[0], group_of[o.name]
+        consumers = tuple(sorted(readers.get(value.name, set()) - {producer}))
         if consumers:
-            flows.append(TensorEdge(value.name, here, consumers, value.num_bytes * batch, True))
+            edges.append(TensorEdge(value.name, producer, consumers, value.num_bytes * batch, True))
     named = [graph.ops[members[0]] for members in groups]
     return CostGraph(
         graph.model,
@@ -81,7 +81,7 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
             ),
             Group("loss", (), ""),
         ),
-        tuple(flows),
+        tuple(edges),
         tuple(
             ResidentTensor(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3)
             for w in graph.weights

@@ -80,18 +80,18 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, and the numbers of the optimizer's state."""
     data = folder / read_header(folder).data
     saved = read_metadata(data).state_dict_metadata
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, about in saved.items():
         assert isinstance(about, TensorStorageMetadata)
-        found[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    pieces = [ShardedTensor(k, tuple(t.shape), boxes(t.shape, REPLICATED, {}, {}), t) for k, t in found.items()]
+        tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
+    pieces = [ShardedTensor(k, tuple(t.shape), boxes(t.shape, REPLICATED, {}, {}), t) for k, t in tensors.items()]
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.load({}, storage_reader=DataReader(data), planner=PartsLoadPlanner(lambda _: pieces), no_dist=True)
     training = decoded_training((data / "training.pt").read_bytes())
     for name, state in training.states.items():
-        found |= {f"{name}.{key}": torch.as_tensor(value) for key, value in state.values.items()}
-        found[f"{name} decay"] = torch.as_tensor(training.groups[state.group]["weight_decay"])
-    return found
+        tensors |= {f"{name}.{key}": torch.as_tensor(value) for key, value in state.values.items()}
+        tensors[f"{name} decay"] = torch.as_tensor(training.groups[state.group]["weight_decay"])
+    return tensors
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

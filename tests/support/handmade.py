@@ -106,10 +106,13 @@ class ThreadRanks:
         timeout_seconds: float = 30.0,
         axes: Callable[[int], Mapping[str, str]] = lambda rank: NOTHING,
     ) -> None:
-        hub = InProcessMailboxes(timeout_seconds)
-        copies = [{w.name: own_part(tensors[w.name].detach(), w.name, spec) for w in spec.weights} for spec in specs]
+        mailboxes = InProcessMailboxes(timeout_seconds)
+        copies = [
+            {w.name: spec.local_part(w.name, tensors[w.name].detach()).clone() for w in spec.weights} for spec in specs
+        ]
         self.ranks = [
-            Rank(spec, own, LocalTransport(spec.rank, hub), axes(spec.rank)) for spec, own in zip(specs, copies)
+            Rank(spec, weights, LocalTransport(spec.rank, mailboxes), axes(spec.rank))
+            for spec, weights in zip(specs, copies)
         ]
         self.numbers = range(len(self.ranks))
         self.call_seconds = 0.0
@@ -122,11 +125,6 @@ class ThreadRanks:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def own_part(tensor: torch.Tensor, name: str, spec: RankSpec) -> torch.Tensor:
-    """A rank's own copy of its part of a weight."""
-    return spec.local_part(name, tensor).clone()
 
 
 def in_threads(

@@ -34,13 +34,13 @@ def room(path: Path) -> str:
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Dotted names of everything a file imports, and ``torch.x`` where it is used as an attribute."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found.add(f"{node.value.id}.{node.attr}")
-    return frozenset(found)
+            names.add(f"{node.value.id}.{node.attr}")
+    return frozenset(names)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from support.models import tiny_vit
+from support.reference import replica_part
 from support.traces import share
 from torch import nn
 
@@ -41,7 +42,7 @@ def split_model(model: nn.Module, mesh: tuple[int, int, int] = (1, 1, 1), **more
 
 def losses(pm: autopar.ParallelModel, steps: int = STEPS) -> list[float]:
     """Of training steps on one batch, of which this process feeds its part."""
-    x, y = (t.chunk(pm.data_size)[pm.data_rank] for t in data())
+    x, y = (replica_part(t, pm) for t in data())
     return [pm.train_step(x, y).loss for _ in range(steps)]
 
 
@@ -50,9 +51,9 @@ def main() -> None:
     share()
     with split_model(dropping_vit(), (1, 1, 2), microbatches=3) as pm:
         assert (pm.data_size, pm.data_rank) == (2, int(os.environ["RANK"]))
-        found = losses(pm)
+        step_losses = losses(pm)
         if pm.data_rank == 0:
-            print(json.dumps(found))
+            print(json.dumps(step_losses))
 
 
 if __name__ == "__main__":

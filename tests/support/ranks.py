@@ -29,11 +29,11 @@ def run_on_ranks(script: str, folder: Path) -> Mapping[str, str]:
     """
     done = forked(Path(script), [], [{"FOLDER": str(folder), "RANK": str(rank)} for rank in range(WORLD)], None)
     assert not done.returncode, done.stderr[-3000:]
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for r in range(WORLD):
         for case, text in json.loads((folder / f"{r}.json").read_text()).items():
-            found[case] = found.get(case, "") + (f"rank {r}: {text}\n" if text else "")
-    return found
+            errors[case] = errors.get(case, "") + (f"rank {r}: {text}\n" if text else "")
+    return errors
 
 
 def main(cases: Mapping[str, Callable[[], None]]) -> None:
@@ -44,15 +44,15 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )  # fmt: skip
-    found = {}
+    errors = {}
     for name, case in cases.items():
         torch.manual_seed(0)
         try:
             case()
-            found[name] = ""
+            errors[name] = ""
         except Exception:
-            found[name] = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+            errors[name] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(errors))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -74,21 +74,21 @@ class Reference:
         return total
 
     def replica_parts(self, tree: Any, microbatches: int, replicas: int) -> list[list[Any]]:
-        return [chunks(own, microbatches) for own in chunks(tree, replicas, torch.tensor_split)]
+        return [chunks(part, microbatches) for part in chunks(tree, replicas, torch.tensor_split)]
 
     @contextmanager
     def as_replica(self, number: int, replicas: int) -> Iterator[None]:
         """Within, the model has a replica's own buffers; evaluation starts from the first one's."""
-        own = list(self.model.buffers())
-        first = [buffer.clone() for buffer in own]
+        buffers = list(self.model.buffers())
+        first = [buffer.clone() for buffer in buffers]
         if number == 0 and (not self.model.training or not self.buffers):
             self.buffers = dict.fromkeys(range(1, replicas), first)
-        for buffer, kept in zip(own, self.buffers[number] if number else first, strict=True):
+        for buffer, kept in zip(buffers, self.buffers[number] if number else first, strict=True):
             buffer.data.copy_(kept)
         yield
         if number:
-            self.buffers[number] = [buffer.clone() for buffer in own]
-            for buffer, kept in zip(own, first, strict=True):
+            self.buffers[number] = [buffer.clone() for buffer in buffers]
+            for buffer, kept in zip(buffers, first, strict=True):
                 buffer.data.copy_(kept)
 
     def step(self) -> None:
@@ -115,5 +115,10 @@ def assert_all_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.
         assert_close(actual[name], tensor, f"{what} of {name}")
 
 
-def own_state(reference: Reference) -> dict[str, torch.Tensor]:
+def replica_part(tensor: torch.Tensor, pm: Any) -> torch.Tensor:
+    """Part of a batch that this process feeds to a model under torchrun, [batch / data_size, ...]."""
+    return tensor.chunk(pm.data_size)[pm.data_rank]
+
+
+def unwrapped_state(reference: Reference) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): t for name, t in reference.model.state_dict().items()}

@@ -402,4 +402,4 @@ def all_cases() -> list[Case]:
             per_element, products, convolutions, attention, normalisations, pixels, reshapes, parts, mixtures, counted,
             unsplit,
         )  # fmt: skip
-        return [found for table in tables for found in table()]
+        return [each for table in tables for each in table()]
