@@ -1,4 +1,4 @@
-"""Models that are saved and loaded, and what a checkpoint of them holds."""
+"""Models that are saved and loaded, and the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VIT: dict[str, Any] = {"embed_dim": 32, "num_heads": 4}
 
 
 def grouped(params: Any) -> torch.optim.Optimizer:
-    """AdamW that decays weights only."""
+    """AdamW with weight decay on weights and none on biases."""
     named = list(params.named_parameters())
     groups = [
         {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
@@ -43,7 +43,7 @@ def grouped(params: Any) -> torch.optim.Optimizer:
 
 
 class Convolutions(nn.Module):
-    """Batch norm on both sides of a cut."""
+    """Convolutions, each followed by batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +69,7 @@ def start(name: str, devices: int = 1, seed: int = 0, **options: Any) -> autopar
 
 
 def trained(pm: autopar.ParallelModel, steps: int = 3) -> list[float]:
+    """Losses of training steps, each on another order of the samples."""
     losses = []
     for step in range(steps):
         losses.append(pm.train_step(IMAGES.roll(step, 0), LABELS.roll(step, 0)).loss)
@@ -77,7 +78,7 @@ def trained(pm: autopar.ParallelModel, steps: int = 3) -> list[float]:
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, and the numbers of the optimizer's state."""
+    """Unsharded tensors of a checkpoint by name, and the scalars of the optimizer's state."""
     data = folder / read_header(folder).data
     saved = read_metadata(data).state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
@@ -109,7 +110,7 @@ def small(
 
 
 def save_small(folder: Path) -> Path:
-    """A checkpoint of `small` after one step."""
+    """Folder with a checkpoint of `small` after one step."""
     with small() as pm:
         pm.train_step(ROWS, CLASSES)
         pm.save_checkpoint(folder, {"step": 1})
@@ -118,7 +119,7 @@ def save_small(folder: Path) -> Path:
 
 @contextmanager
 def unchanged(pm: Any) -> Iterator[None]:
-    """Whatever fails inside changes nothing, and training goes on."""
+    """Check that an error inside leaves the state as it was, and that training continues."""
     before = pm.state_dict()
     yield
     assert_equal(pm.state_dict(), before)

@@ -1,4 +1,4 @@
-"""Random problems of cuts, and an evaluator that shares no code with the solvers."""
+"""Random pipeline-cut problems, and a brute-force solver that shares no code with autopar."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
 
 
 def workspace_bytes(problem: CutProblem, on_stage: list[int]) -> int:
-    """The fullest moment of a backward beyond all that was saved: what later groups saved is gone by then."""
+    """Peak bytes of a stage's backward beyond all saved activations; those of later groups are freed by then."""
     cost, peaks = problem.cost, [0, *(problem.cost.groups[g].workspace_bytes for g in on_stage)]
     for g in on_stage:
         later = [h for h in on_stage if h > g]

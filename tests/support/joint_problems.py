@@ -1,4 +1,4 @@
-"""Cuts and shardings together by brute force: an evaluator that shares no code with the solvers."""
+"""Brute-force solver of cuts and shardings together, which shares no code with autopar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.solve.joint.problem import JointProblem
 
 
 def brute_force(problem: JointProblem) -> float | None:
-    """Least step time over all choices and stages that obey the rules, or None where none does."""
+    """Least step time over all strategies and stages that obey the rules, or None where none does."""
     graph, last = problem.graph, problem.stages - 1
     made_by = {value: g for g, group in enumerate(graph.groups) for value in group.makes}
     stages = [
@@ -33,6 +33,7 @@ def brute_force(problem: JointProblem) -> float | None:
 
 
 def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
+    """Strategy indices, [groups], under which equal kinds and shared weights are sharded alike."""
     groups, consistent = problem.graph.groups, []
     for choice in product(*(range(len(g.strategies)) for g in groups)):
         stored: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Small members of the families that the mesh parity tests run, with inputs and losses."""
+"""Small models of the families that the mesh parity tests run, with inputs and losses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BATCH, CLASSES = 16, 10
 class Case:
     """A model, its input and target at the global batch, and the loss.
 
-    Rectifiers and max-pooling have kinks: where a value lies within rounding of one, sums made in another order change
-    a gradient by more than any tolerance. Such models are compared in float64, where none of theirs does.
+    ReLU and max-pooling have kinks. Where a value lies within rounding of one, another order of a sum changes a
+    gradient by more than any tolerance. Such models are compared in float64, where no value comes that close.
     """
 
     make: Callable[[], nn.Module]

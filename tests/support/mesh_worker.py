@@ -1,4 +1,4 @@
-"""Run as by torchrun: models under meshes of as many ranks as there are, compared with one device.
+"""Script for ranks of torchrun: models under every given mesh of this many ranks, compared with one device.
 
 Arguments: the folder for results, a cost model, then cells, as vit=1-2-1 (pp, tp, dp).
 """
@@ -28,19 +28,19 @@ from autopar.runtime.launch.spmd import SpmdBackend
 from autopar.tools.parity.compare import EPSILON
 from autopar.tools.parity.difference import difference
 
-MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
+MICROBATCHES = 4  # of the global batch; equal sizes under every mesh, so that each model is traced once
 State = dict[str, torch.Tensor]
-# As in autopar.tools.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
+# As in autopar.tools.parity: AdamW would turn the rounding noise of a zero gradient into a full step.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 
 
 @dataclass
 class Result:
-    """What one model under one mesh was worth: the worst tensor of each quantity on any rank, 1 being the tolerance."""
+    """Comparison of one model under one mesh: per quantity the worst tensor of any rank, 1 being the tolerance."""
 
     worst: dict[str, tuple[float, str]]
     weights: dict[str, list[int]]  # bytes of each weight on each rank
-    layouts: dict[str, str]  # of the weights that are not simply replicated
+    layouts: dict[str, str]  # of the weights that are not replicated
     error: str = ""
 
     def compare(self, quantity: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ def replica_parts(outputs: Sequence[torch.Tensor], pm: autopar.ParallelModel) ->
 
 
 def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, saved: State) -> tuple[Result, State]:
-    """What was compared, and the final state; ``saved`` is loaded first, and taken back."""
+    """Comparison and final state; ``saved`` is loaded first, and then replaced by the initial state."""
     torch.manual_seed(0)
     model, x = case.make().train().to(case.dtype), case.x()
     x = x.to(case.dtype) if x.is_floating_point() else x
@@ -75,7 +75,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
     result = Result({}, {}, {})
     reference = Reference(model, case.loss_fn, ADAMW)
     plan = None
-    if dist.get_rank() == 0:  # once is enough, and the cores are few
+    if dist.get_rank() == 0:  # planning once is enough
         plan = autopar.plan(
             model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES // dp,
             memory="64GiB", zero1=zero1 if dp > 1 else None,
@@ -91,7 +91,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
         pm.load_state_dict(initial)
         mine, target = replica_part(x, pm), replica_part(y, pm)
         for step in range(3):
-            # A copy runs ahead: a forward pass in training mode updates batch statistics.
+            # In a copy, because a forward pass in training mode updates batch statistics.
             before = Reference(reference.model).forward(x, MICROBATCHES) if step == 0 else []
             loss = reference.forward_backward(x, y, MICROBATCHES)
             got = pm.forward_backward(mine, target, return_outputs=step == 0)
@@ -104,7 +104,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
             reference.step()
         state = pm.state_dict()
         expected = dict(reference.model.state_dict())
-        if dp > 1:  # each replica has batch statistics of its own; those of replica 0 are saved
+        if dp > 1:  # replicas differ in batch statistics; those of replica 0 are saved
             expected |= {n: state[n] for n, _ in reference.model.named_buffers() if n in state}
         result.compare("weights", state, expected)
         model.load_state_dict(state)
@@ -134,7 +134,7 @@ def main() -> None:
         meshes.setdefault(name, []).append(mesh)
     dist.init_process_group("gloo")
     for name in meshes:
-        # The state of each mesh is loaded under the next one; the first gets one that no mesh has made.
+        # The state of each mesh is loaded under the next mesh; the first mesh loads a fresh state.
         torch.manual_seed(1)
         fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
         state = {weight: tensor + 1 for weight, tensor in fresh.items()}

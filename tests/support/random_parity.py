@@ -1,4 +1,4 @@
-"""A model that drops whatever can be dropped, and its losses; run as by torchrun, it prints those of two replicas."""
+"""A ViT with every kind of dropout, and its losses; as a script for two ranks it prints the losses of two replicas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split_model(model: nn.Module, mesh: tuple[int, int, int] = (1, 1, 1), **more: Any) -> autopar.ParallelModel:
-    """The model on a mesh (pp, tp, dp)."""
+    """Model on a mesh (pp, tp, dp)."""
     pp, tp, dp = mesh
     return autopar.parallelize(
         model, pp * tp * dp, data()[0], optimizer=ADAMW, pp=pp, tp=tp, dp=dp, memory="8GiB", **more
@@ -41,7 +41,7 @@ def split_model(model: nn.Module, mesh: tuple[int, int, int] = (1, 1, 1), **more
 
 
 def losses(pm: autopar.ParallelModel, steps: int = STEPS) -> list[float]:
-    """Of training steps on one batch, of which this process feeds its part."""
+    """Losses of training steps on one batch, of which this process feeds its part."""
     x, y = (replica_part(t, pm) for t in data())
     return [pm.train_step(x, y).loss for _ in range(steps)]
 

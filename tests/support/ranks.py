@@ -1,4 +1,4 @@
-"""Cases that run on several real processes over Gloo: one group of processes for all cases of a test module."""
+"""Cases on four processes over Gloo: one process group for all cases of a test module."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TIMEOUT_SECONDS = 60
 
 
 def run_on_ranks(script: str, folder: Path) -> Mapping[str, str]:
-    """What went wrong in each case of a script that calls `main`; empty text for nothing.
+    """Error text of each case of a script that calls `main`; empty where a case passes.
 
     Args:
-        folder: for the ranks to find each other in.
+        folder: where the ranks meet.
     """
     done = forked(Path(script), [], [{"FOLDER": str(folder), "RANK": str(rank)} for rank in range(WORLD)], None)
     assert not done.returncode, done.stderr[-3000:]
@@ -37,7 +37,7 @@ def run_on_ranks(script: str, folder: Path) -> Mapping[str, str]:
 
 
 def main(cases: Mapping[str, Callable[[], None]]) -> None:
-    """Run all cases as one of the ranks."""
+    """Run all cases on this rank."""
     torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER"])
     dist.init_process_group(
@@ -59,24 +59,24 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
 
 @cache
 def tensor_axis(tp: int) -> MeshGroups:
-    """The axes of a mesh whose tensor axis has so many ranks, made when all ranks first ask for it."""
+    """Process groups of a mesh with ``tp`` ranks on its tensor axis; the first call must come from all ranks."""
     axes = connect_mesh_groups(Mesh(1, tp, WORLD // tp), dist.get_rank(), TIMEOUT_SECONDS)
     assert axes.register(f"test{tp}", torch.device("cpu"))["tp"] == axis_key(tp)
     return axes
 
 
 def axis_key(tp: int) -> str:
-    """What the collectives call that axis."""
+    """Key of that tensor axis, as collectives take it."""
     return f"test{tp}.tp"
 
 
 def summed(tensor: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
-    """The sum over the tensor axis."""
+    """Sum of a tensor over the tensor axis."""
     total = tensor.detach().clone()
     dist.all_reduce(total, group=axes.communicators["tp"].group)
     return total
 
 
 def index(axes: MeshGroups) -> Mapping[str, int]:
-    """This rank's number on the tensor axis, as `autopar.sharding.tensors` takes it."""
+    """Index of this rank on the tensor axis, as `autopar.sharding.tensors` takes it."""
     return {"tp": axes.communicators["tp"].rank}

@@ -1,7 +1,6 @@
-"""Run as by torchrun: optimizers, schedules, accumulation and averages under every mesh of as many ranks as there are,
-compared with the unmodified model on one device by rank 0.
+"""Script for ranks of torchrun: optimizers, schedules, accumulation and weight averages under every mesh of this size.
 
-Arguments: the folder for results, a cost model.
+Every rank compares with the unmodified model on one device. Arguments: the folder for results, a cost model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from autopar.tools.parity.difference import difference
 from autopar.train import schedule, timm_optimizer
 
 MICROBATCHES, STEPS = 2, 3
-SIZES = (8, 8, 4)  # of the pieces of a batch that is accumulated
+SIZES = (8, 8, 4)  # of the parts of an accumulated batch
 Mesh = tuple[int, int, int]  # pp, tp, dp; ZeRO-1 where dp is more than 1
 TP, DP, PP, BOTH, ALL = (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 2, 2)
 EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9, use_warmup=True)
@@ -41,10 +40,11 @@ EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9, use_warmup=True)
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer by timm's name and options, or by callable; and what else there is.
+    """An optimizer by timm's name and options or by callable, with the rest of a training recipe.
 
     Attributes:
-        later: meshes under which it runs in a full run only.
+        resumed: whether training starts from the checkpoint of the mesh before.
+        later: meshes that only a full run tests.
     """
 
     meshes: tuple[Mesh, ...]
@@ -54,7 +54,7 @@ class Case:
     schedule: dict[str, Any] | None = None
     accumulate: bool = False
     ema: bool = False
-    resumed: bool = False  # from the checkpoint of the mesh before
+    resumed: bool = False
     later: tuple[Mesh, ...] = ()
 
 
@@ -84,7 +84,7 @@ CASES = {
 
 
 class WorstErrors:
-    """The worst tensor of each quantity, 1 being the tolerance."""
+    """Error of the worst tensor of each quantity, 1 being the tolerance."""
 
     def __init__(self) -> None:
         self.worst: dict[str, float] = {}
@@ -99,7 +99,7 @@ class WorstErrors:
 
 
 class OneDevice:
-    """One device: the unmodified model with timm's or torch's own."""
+    """The unmodified model on one device, with optimizer and scheduler of timm or torch."""
 
     def __init__(self, model: nn.Module, case: Case) -> None:
         self.model, self.case = model, case
@@ -141,7 +141,7 @@ class OneDevice:
 
 
 def pieces(case: Case, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """What one update sees."""
+    """Inputs, targets and share of the batch of each call of one update."""
     generator = torch.Generator().manual_seed(step)
     for size in SIZES if case.accumulate else (8,):
         x = torch.randn(size, 3, 32, 32, generator=generator, dtype=torch.float64)
@@ -149,7 +149,7 @@ def pieces(case: Case, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, 
 
 
 def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]], checkpoint: Path) -> dict[str, float]:
-    """What was compared; the shapes of the optimizer's state are left in ``slots``."""
+    """Errors by quantity; ``slots`` receives the shapes of the optimizer's state."""
     torch.manual_seed(0)
     model = tiny_vit(2, embed_dim=32, num_heads=4).double()
     compare = WorstErrors()
@@ -192,7 +192,7 @@ def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]], check
 
 
 def compare_averages(compare: WorstErrors, pm: autopar.ParallelModel, one_device: OneDevice) -> None:
-    """The averages, and what the model computes with them."""
+    """Compare weight averages, and the outputs of the model with them."""
     expected = dict(one_device.ema.module.state_dict())
     compare("averages", pm.ema_state_dict(), expected)
     x = next(pieces(one_device.case, 0))[0]
@@ -214,7 +214,7 @@ def main() -> None:
     meshes = sorted({m for case in CASES.values() for m in case.meshes if m[0] * m[1] * m[2] == world})
     for pp, tp, dp in meshes:
         planned = ""
-        if rank == 0:  # once is enough, and the cores are few
+        if rank == 0:  # planning once is enough
             planned = autopar.plan(
                 tiny_vit(2, embed_dim=32, num_heads=4).double(), world, example, hardware=hardware, pp=pp, tp=tp, dp=dp,
                 microbatches=MICROBATCHES, memory="64GiB", zero1=True if dp > 1 else None,
