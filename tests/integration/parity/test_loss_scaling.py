@@ -18,7 +18,7 @@ from support.cases import ADAMW
 from support.handmade import in_threads, plan_by_hand
 from support.hardware import slow_compute
 from support.models import Autocast, ConvNet, loss_in_bf16, tiny_vit
-from support.reference import Reference, unwrapped_state, samples
+from support.reference import Reference, samples, unwrapped_state
 from torch import nn
 
 import autopar
