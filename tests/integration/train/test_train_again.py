@@ -1,4 +1,4 @@
-"""The same run of ``autopar train`` on other meshes, under torchrun, and after it was killed or interrupted."""
+"""``autopar train`` on other meshes, under torchrun, and after it was killed or interrupted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_killed_and_resumed_on_another_mesh(alone, tmp_path):
 
 
 def interrupt(process: subprocess.Popen[str], log: Path, lines: int) -> str:
-    """What it says on stderr when Ctrl-C is pressed in its terminal after so many lines of a log."""
+    """Text on stderr after Ctrl-C in the terminal, sent once the log has ``lines`` lines."""
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= lines):
         time.sleep(0.005)
     family = psutil.Process(process.pid).children(recursive=True)

@@ -110,7 +110,7 @@ def question(choices: StrategyGraph, asked: Constraints, pins: dict[int, int]) -
 
 
 def cost_of(plan: Plan, graph: Graph, problem: JointProblem) -> float:
-    """What the plan takes by the joint model's own formula."""
+    """Step time of the plan by the joint model's formula."""
     stage_of = plan.stage_of(graph)
     picks = (*(int(plan.strategies[op.name]) for op in graph.ops), 0)
     return step_seconds(problem, picks, (*(stage_of[op.name] for op in graph.ops), problem.stages - 1))

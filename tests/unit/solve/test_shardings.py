@@ -119,7 +119,7 @@ def test_dear_collectives_leave_everything_replicated() -> None:
 
 
 def with_whole_linears(graph: StrategyGraph) -> StrategyGraph:
-    """The same without linears that are split by tokens."""
+    """Graph without the strategies that split linears by tokens."""
     kept = (
         replace(g, strategies=tuple(c for c in g.strategies if c.name != "tokens" or "norm" in g.name))
         for g in graph.groups

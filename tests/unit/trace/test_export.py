@@ -15,7 +15,7 @@ from autopar.trace.trace import trace
 
 
 class Square(torch.autograd.Function):
-    """Its backward is not that of its forward."""
+    """Function whose backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

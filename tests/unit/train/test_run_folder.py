@@ -42,7 +42,7 @@ def test_another_run_is_refused_where_a_log_has_lines(tmp_path: Path):
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_another_run_is_refused_where_checkpoints_are(goes_on: bool, tmp_path: Path):
-    """Also one that goes on from another folder, and is not to replace a third run."""
+    """Even a run that was resumed from another folder must not replace a third run."""
     old, there = tmp_path / "old", tmp_path / "there"
     for folder in (old, there):
         with parallel() as pm:
