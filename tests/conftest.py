@@ -1,6 +1,6 @@
 """Settings of the whole suite.
 
-- ``support/``: what several test modules share; no test module imports another.
+- ``support/``: helpers of several test modules, listed in its ``__init__``; no test module imports another.
 - ``unit/<room>/``: the rooms of the package; no ranks in other processes.
 - ``integration/``: real processes. ``cli/``: the command line. ``docs/``: README, examples, layers, this tree.
 - ``gpu/``: left out where there is no CUDA; ``pytest tests/gpu --collect-only`` lists them anywhere.
@@ -17,18 +17,17 @@ import torch
 from hypothesis import settings
 from support import effort, traces
 
-# As many as a worker process gets on 2 cores: sums are then ordered alike, and numbers agree to the last bit.
-# Parameters whose true gradient is zero (the key bias of attention) would otherwise carry rounding noise through AdamW.
+# As many threads as a worker process gets on 2 cores, so that sums have one order and agree to the last bit.
+# Otherwise AdamW would turn the rounding noise of a zero gradient (the key bias of attention) into a full step.
 torch.set_num_threads(1)
 
-# What was measured on this machine before must not decide on plans here; processes that tests start inherit it.
+# Empty: earlier measurements on this machine must not change plans. Processes that tests start inherit it.
 os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp(prefix="autopar-test-cache-")
 
-# Machine code of compiled regions outlives a run, wherever temporary files go.
+# The cache of compiled regions outlives a run.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "inductor"))
 
-# The same examples every time for what is run most; new ones at every full run find more, but a change is judged by
-# the same ones each time.
+# Fast runs and CI draw equal examples every time, so that changes are comparable; other full runs draw new ones.
 settings.register_profile("fast", derandomize=True, max_examples=20)
 settings.register_profile("full", derandomize=bool(os.environ.get("CI")))
 
@@ -57,8 +56,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop what is marked full from a run that is not."""
+    """Deselect tests that are marked full, except in a full run."""
     later = [item for item in items if item.get_closest_marker("full")] if not effort.full() else []
     if later:
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty folder that is the working directory of the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -53,8 +53,10 @@ SMALL_VIT = ("--model", "test_vit", "--img-size", "32", *SMALL)
 
 
 def printed(name: str, *flags: str, torchrun: int = 0, wrote: frozenset[str] = frozenset({"last", "best"})) -> str:
-    """What an example prints, as a plain script or under torchrun with so many processes; it must have written these
-    files or checkpoints.
+    """Output of an example, as a plain script or under torchrun with this many processes.
+
+    Args:
+        wrote: files and checkpoints that it must write.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
     command = [sys.executable, *launcher, str(EXAMPLES / name), *flags]
@@ -107,7 +109,7 @@ def test_resnet_pipeline() -> None:
 
 @functools.cache
 def losses(parallel: str, devices: int, torchrun: int = 0) -> list[float]:
-    """Of each epoch of examples/vit_data_to_hybrid.py."""
+    """Loss of each epoch of examples/vit_data_to_hybrid.py."""
     flags = ("--batch-size", "16", "--epochs", "2", "--warmup-epochs", "1", "--parallel", parallel)
     wrote = frozenset({"steps.jsonl", "history.jsonl", "last"})
     all_flags = (*SMALL_VIT, *flags, "--devices", str(devices))
@@ -153,7 +155,7 @@ def example(name: str) -> ModuleType:
 
 
 class Asked(Exception):
-    """What an example asked `autopar.parallelize` for."""
+    """Arguments with which an example calls `autopar.parallelize`."""
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, name: str, *flags: str) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def test_figures_of_vit_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weight_decays(optimizer: TimmOptimizer) -> set[float]:
-    """Of all parameter groups: biases and norms have none."""
+    """Weight decays of all parameter groups; biases and norms have 0."""
     return {group.options["weight_decay"] for group in optimizer.groups}
 
 

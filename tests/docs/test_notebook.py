@@ -83,12 +83,12 @@ print(len(workers()), "workers")
 
 
 def text(cell: Any) -> str:
-    """What a cell printed."""
+    """Printed text of a cell."""
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
 def interrupt(kernel: int, reached: Path) -> None:
-    """What the stop button does, once a worker is in the middle of a step."""
+    """Interrupt the kernel as the stop button does, once a worker is inside a step."""
     while not reached.exists():
         time.sleep(0.02)
     os.killpg(kernel, signal.SIGINT)

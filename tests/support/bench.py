@@ -1,11 +1,14 @@
-"""A benchmark that takes seconds, and what a timeline must be."""
+"""A benchmark that takes seconds, a plan of its model, and a check of Chrome traces."""
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
+import autopar
 from autopar.api.model_source import ModelSource
+from autopar.ir.plan import Plan
 from autopar.tools.bench.request import BenchRequest
 
 KWARGS: dict[str, Any] = {
@@ -21,7 +24,7 @@ FLAGS = ["vit_tiny_patch16_224", "--model-kwargs", *(f"{k}={v}" for k, v in KWAR
 
 
 def request(**changes: Any) -> BenchRequest:
-    """Two processes, a tiny ViT, two microbatches a rank."""
+    """Benchmark of a tiny ViT on two processes with four microbatches; ``changes`` are fields of it."""
     given: dict[str, Any] = {
         "source": TINY, "shape": (8, 3, 32, 32), "classes": 10, "devices": 2, "steps": 2, "warmup": 1,
         "constraints": {"pp": 2, "microbatches": 4, "timeout": 60.0}, "microbatch_sizes": (2,), "limit_seconds": 150.0,
@@ -29,8 +32,14 @@ def request(**changes: Any) -> BenchRequest:
     return BenchRequest(**given | changes)
 
 
+@functools.cache
+def tiny_plan(pp: int = 2, dp: int = 1, microbatches: int = 4) -> Plan:
+    """Plan of the tiny ViT for CPUs."""
+    return autopar.plan(TINY, pp * dp, batch_size=16, pp=pp, dp=dp, microbatches=microbatches, hardware="cpu-generic")
+
+
 def check_trace(trace: dict[str, Any]) -> None:
-    """As Perfetto reads it: JSON, slices with a length, every arrow with two ends inside slices, forwards in time."""
+    """Check a trace as Perfetto reads it: slices have a length, arrows lead from one slice to a later one."""
     events = json.loads(json.dumps(trace))["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
     assert all(e["dur"] > 0 and e["ts"] >= 0 for e in slices)

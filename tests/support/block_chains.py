@@ -1,4 +1,4 @@
-"""Chains of blocks with prices made by hand, and the plans that the search finds for them."""
+"""Chains of blocks with costs given by a test, and the plans that the search finds for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.solve.search import Refine, search
 from autopar.solve.space.constraints import Constraints
 
 GIB = 2**30
-# Nothing but the model in memory: on CPU inputs stay where the caller has them.
+# No reserved memory, and no copy of inputs: on CPU they stay where the caller has them.
 MACHINE = replace(
     load_hardware("h200-nvlink"), device_type="cpu", reserve_bytes=0, memory_bytes=100 * GIB, link=Link(1e-4, 1e11)
 )
@@ -30,7 +30,7 @@ def op(name: str, reads: Sequence[str], weights: Sequence[str] = ()) -> Op:
     return Op(name, "aten.linear.default", args, (), (Value(f"{name}:out", (4,), "float32", (1,), True),), module)
 
 
-def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> Graph:
+def graph_of(ops: Sequence[Op], colocated: tuple[tuple[str, ...], ...] = ()) -> Graph:
     weights = {
         r: Weight(r, "parameter", (2, 2), "float32", True, (r,)) for o in ops for r in o.reads if r.startswith("w_")
     }
@@ -45,7 +45,7 @@ def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> G
         leaves=(Ref("x"),),
         in_spec=None,
         out_spec=None,
-        colocated=together,
+        colocated=colocated,
     )
 
 
@@ -55,7 +55,13 @@ def model_of(graph: Graph) -> ModelInfo:
 
 def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence[float], batch: int,
            saved: float = 0.0, weight: float = 0.0) -> CostGraph:  # fmt: skip
-    """A cost graph with the given sets of operations as groups; ``saved`` and ``weight`` are GiB per group."""
+    """Cost graph whose groups are the given sets of operation indices.
+
+    Args:
+        milliseconds: forward time of each group for one sample.
+        saved: saved activations of a group for one sample, GiB.
+        weight: each weight, GiB.
+    """
     group_of = {graph.ops[i].name: g for g, members in enumerate(groups) for i in members}
     loss = len(groups)
     readers: dict[str, set[int]] = {}
@@ -63,12 +69,12 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
         for r in o.reads:
             readers.setdefault(r, set()).add(group_of[o.name])
     readers.setdefault(graph.ops[-1].outputs[0].name, set()).add(loss)
-    flows = []
+    edges = []
     for o in graph.ops:
-        value, here = o.outputs[0], group_of[o.name]
-        consumers = tuple(sorted(readers.get(value.name, set()) - {here}))
+        value, producer = o.outputs[0], group_of[o.name]
+        consumers = tuple(sorted(readers.get(value.name, set()) - {producer}))
         if consumers:
-            flows.append(TensorEdge(value.name, here, consumers, value.num_bytes * batch, True))
+            edges.append(TensorEdge(value.name, producer, consumers, value.num_bytes * batch, True))
     named = [graph.ops[members[0]] for members in groups]
     return CostGraph(
         graph.model,
@@ -81,7 +87,7 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
             ),
             Group("loss", (), ""),
         ),
-        tuple(flows),
+        tuple(edges),
         tuple(
             ResidentTensor(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3)
             for w in graph.weights
@@ -91,7 +97,7 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
 
 
 def blocks(count: int) -> Graph:
-    """A chain of blocks, each an attention and a perceptron."""
+    """Chain of blocks, each an attention and an MLP."""
     ops, value = [], "x"
     for b in range(count):
         for part in ("attn.linear", "mlp.linear"):
@@ -102,7 +108,7 @@ def blocks(count: int) -> Graph:
 
 @dataclass(frozen=True)
 class Unsharded:
-    """Prices of a model whose operations nobody splits and whose replicas reduce gradients in no time."""
+    """Costs of a model that has no sharding and whose replicas reduce gradients in no time."""
 
     cost_at: Callable[[int], CostGraph]
 
@@ -118,11 +124,12 @@ class Unsharded:
 
 
 def pipeline(cost_at: Callable[[int], CostGraph], graph: Graph, hardware: Hardware, asked: Constraints) -> Plan:
-    """The plan with a stage on every device."""
+    """Plan with one stage on every device."""
     return search(Unsharded(cost_at), graph, hardware, replace(asked, pp=asked.devices), model_of(graph))
 
 
 def plan_for(graph: Graph, constraints: Constraints, hardware: Hardware = MACHINE, **memory: float) -> Plan:
+    """Plan with one stage on every device and one group per operation, each of 1 ms a sample."""
     groups = [[i] for i in range(len(graph.ops))]
     times = [1.0] * len(groups)
     asked = replace(constraints, recompute="none")
@@ -131,10 +138,13 @@ def plan_for(graph: Graph, constraints: Constraints, hardware: Hardware = MACHIN
 
 @dataclass(frozen=True)
 class Splittable:
-    """Prices in which ``tp`` ranks share all work but ``overhead`` of it, unless ``unsplit`` says why they cannot.
+    """Costs of a model that tensor-parallel ranks share evenly.
 
-    The gradients of replicas take ``reduce`` seconds in all. Each memory level halves what weights take, and adds the
-    overhead once more.
+    Attributes:
+        overhead: collectives and repeated work, as a share of a group's time; each memory level adds it once more.
+        reduce: seconds of the reduction of all gradients over replicas.
+        levels: number of memory levels; each halves the bytes of weights.
+        able: tensor-parallel sizes that can be used.
     """
 
     cost_at: Callable[[int], CostGraph]
@@ -182,7 +192,7 @@ class Splittable:
 
 def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, memory: Mapping[str, float] = {},
            refine: Refine | None = None, **costs: Any) -> Plan:  # fmt: skip
-    """The plan for a chain of blocks under the prices of `Splittable`."""
+    """Plan for a chain of blocks under the costs of `Splittable`."""
     graph = blocks(depth)
     groups = [[i] for i in range(len(graph.ops))]
 
@@ -194,7 +204,7 @@ def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, mem
 
 
 def listed(plan: Plan) -> list[tuple[str, int | None, str]]:
-    """Label, milliseconds and note of every alternative."""
+    """Label, step time in milliseconds and note of every alternative."""
     return [
         (a.label, None if a.step_seconds is None else round(a.step_seconds * 1e3), a.note) for a in plan.alternatives
     ]

@@ -1,4 +1,4 @@
-"""Boards of ranks that are threads: tensors of one process."""
+"""Symmetric buffers of ranks that are threads: rows of one tensor."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 
 
 class ThreadBoards:
-    """A rank's view of what all threads share. Behind each barrier one of them is late, the others run ahead.
+    """One rank's view of the buffers of all threads. After each barrier one thread, drawn at random, is late.
 
-    ``num_bytes`` are those that were reserved of it, ``taken`` most that was used at once.
+    Attributes:
+        num_bytes: most bytes that were reserved.
+        taken: most bytes that one view had.
     """
 
     def __init__(
         self, rank: int, boards: torch.Tensor, waiting: threading.Barrier, late_seconds: float = 0.003
     ) -> None:
         self.rank, self.boards, self.waiting, self.late_seconds = rank, boards, waiting, late_seconds
-        self.seed = random.Random(0)  # all ranks draw the same
+        self.seed = random.Random(0)  # equal on all ranks
         self.num_bytes = self.taken = 0
 
     def reserve(self, num_bytes: int) -> None:
@@ -42,22 +44,22 @@ class ThreadBoards:
             time.sleep(self.late_seconds)
 
     def spoil(self) -> None:
-        """What a next collective may do once this rank is through with one: write anywhere."""
+        """Overwrite all buffers, as the next collective may once this rank has finished one."""
         self.boards.fill_(255)
         self.barrier()
 
 
 def thread_boards(ranks: int, capacity: int, late_seconds: float = 0.003) -> list[ThreadBoards]:
-    """Each rank's view of new boards."""
+    """View of each rank of new buffers of ``capacity`` bytes."""
     shared, waiting = torch.full([ranks, capacity], 255, dtype=torch.uint8), threading.Barrier(ranks)
     return [ThreadBoards(rank, shared, waiting, late_seconds) for rank in range(ranks)]
 
 
 def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tensor], Any]) -> list[list[Any]]:
-    """What each rank's calls return, by round.
+    """Results of a collective, [rounds][ranks].
 
     Args:
-        own: what each rank calls with, of shape [rounds, ranks, ...].
+        own: argument of each rank in each round, [rounds, ranks, ...].
     """
     ranks, capacity = own.shape[1], 4096
 

@@ -1,4 +1,4 @@
-"""Models with batches of any size and losses."""
+"""Models of `support.models` with a loss and batches of any size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.models import ConvNet, SharedModule, Tied, TwoInputs, UNet, Updating, tiny_vit
 from torch import nn
+
+from support.models import ConvNet, SharedModule, Tied, TwoInputs, UNet, Updating, tiny_vit
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
@@ -44,7 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, Any]
 
 
 def data(name: str, batch: int) -> tuple[Any, Any]:
-    """A batch for a model by its name."""
+    """Inputs and targets for the model with this name."""
     if name == "normed":
         return torch.randn(batch, 8, 3), torch.randint(0, 4, (batch,))
     return {"tied": tied, "unet": unet}.get(name, vectors)(batch)

@@ -1,4 +1,4 @@
-"""Models that are saved and loaded, and what a checkpoint of them holds."""
+"""Models that are saved and loaded, and the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from support.models import tiny_vit
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -22,6 +21,7 @@ from autopar.ir.layout import REPLICATED
 from autopar.runtime.checkpoint.rank_state import ShardedTensor, decoded_training
 from autopar.runtime.checkpoint.reshard_planners import DataReader, PartsLoadPlanner, read_metadata
 from autopar.sharding.tensors import boxes
+from support.models import tiny_vit
 
 torch.manual_seed(0)
 IMAGES, LABELS = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
@@ -33,7 +33,7 @@ VIT: dict[str, Any] = {"embed_dim": 32, "num_heads": 4}
 
 
 def grouped(params: Any) -> torch.optim.Optimizer:
-    """AdamW that decays weights only."""
+    """AdamW with weight decay on weights and none on biases."""
     named = list(params.named_parameters())
     groups = [
         {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
@@ -43,7 +43,7 @@ def grouped(params: Any) -> torch.optim.Optimizer:
 
 
 class Convolutions(nn.Module):
-    """Batch norm on both sides of a cut."""
+    """Convolutions, each followed by batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +69,7 @@ def start(name: str, devices: int = 1, seed: int = 0, **options: Any) -> autopar
 
 
 def trained(pm: autopar.ParallelModel, steps: int = 3) -> list[float]:
+    """Losses of training steps, each on another order of the samples."""
     losses = []
     for step in range(steps):
         losses.append(pm.train_step(IMAGES.roll(step, 0), LABELS.roll(step, 0)).loss)
@@ -77,21 +78,21 @@ def trained(pm: autopar.ParallelModel, steps: int = 3) -> list[float]:
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, and the numbers of the optimizer's state."""
+    """Unsharded tensors of a checkpoint by name, and the scalars of the optimizer's state."""
     data = folder / read_header(folder).data
     saved = read_metadata(data).state_dict_metadata
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, about in saved.items():
         assert isinstance(about, TensorStorageMetadata)
-        found[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    pieces = [ShardedTensor(k, tuple(t.shape), boxes(t.shape, REPLICATED, {}, {}), t) for k, t in found.items()]
+        tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
+    pieces = [ShardedTensor(k, tuple(t.shape), boxes(t.shape, REPLICATED, {}, {}), t) for k, t in tensors.items()]
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.load({}, storage_reader=DataReader(data), planner=PartsLoadPlanner(lambda _: pieces), no_dist=True)
     training = decoded_training((data / "training.pt").read_bytes())
     for name, state in training.states.items():
-        found |= {f"{name}.{key}": torch.as_tensor(value) for key, value in state.values.items()}
-        found[f"{name} decay"] = torch.as_tensor(training.groups[state.group]["weight_decay"])
-    return found
+        tensors |= {f"{name}.{key}": torch.as_tensor(value) for key, value in state.values.items()}
+        tensors[f"{name} decay"] = torch.as_tensor(training.groups[state.group]["weight_decay"])
+    return tensors
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -109,7 +110,7 @@ def small(
 
 
 def save_small(folder: Path) -> Path:
-    """A checkpoint of `small` after one step."""
+    """Folder with a checkpoint of `small` after one step."""
     with small() as pm:
         pm.train_step(ROWS, CLASSES)
         pm.save_checkpoint(folder, {"step": 1})
@@ -118,7 +119,7 @@ def save_small(folder: Path) -> Path:
 
 @contextmanager
 def unchanged(pm: Any) -> Iterator[None]:
-    """Whatever fails inside changes nothing, and training goes on."""
+    """Check that an error inside leaves the state as it was, and that training continues."""
     before = pm.state_dict()
     yield
     assert_equal(pm.state_dict(), before)

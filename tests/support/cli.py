@@ -1,4 +1,4 @@
-"""The command line in this process, and models as a user's module has them."""
+"""The command line run in this process, and the text of a user's module of models."""
 
 from __future__ import annotations
 

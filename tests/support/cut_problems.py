@@ -1,4 +1,4 @@
-"""Random problems of cuts, and an evaluator that shares no code with the solvers."""
+"""Random pipeline-cut problems, and a brute-force solver that shares no code with autopar."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:
     for s in range(problem.stages):
         time = sum(g.forward_seconds + g.backward_seconds for g, at in zip(cost.groups, stage_of) if at == s)
         if s < problem.stages - 1:
-            over = [f for f in cost.edges if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
-            for message in (over, [f for f in over if f.requires_grad]):
+            sent = [f for f in cost.edges if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
+            for message in (sent, [f for f in sent if f.requires_grad]):
                 if any(f.num_bytes for f in message):
                     link = problem.boundary[s]
                     time += link.latency_seconds + sum(f.num_bytes for f in message) / link.bytes_per_second
@@ -47,9 +47,9 @@ def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:
 def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
     cost, needs = problem.cost, []
     for s in range(problem.stages):
-        here = [g for g, at in enumerate(stage_of) if at == s]
-        kept = sum(cost.groups[g].saved_bytes for g in here)
-        kept += sum(a.num_bytes for a in cost.saved if set(a.groups) & set(here))
+        on_stage = [g for g, at in enumerate(stage_of) if at == s]
+        kept = sum(cost.groups[g].saved_bytes for g in on_stage)
+        kept += sum(a.num_bytes for a in cost.saved if set(a.groups) & set(on_stage))
         for f in cost.edges:
             if stage_of[f.producer] < s and any(stage_of[c] >= s for c in f.consumers):
                 kept += f.num_bytes
@@ -58,20 +58,20 @@ def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
             crosses = stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)
             if crosses and not any(stage_of[g] <= s for g in f.saved_by):
                 kept += f.num_bytes
-        weights = sum(w.num_bytes for w in cost.weights if set(w.groups) & set(here))
-        needs.append(weights + problem.in_flight[s] * kept + working(problem, here))
+        weights = sum(w.num_bytes for w in cost.weights if set(w.groups) & set(on_stage))
+        needs.append(weights + problem.in_flight[s] * kept + workspace_bytes(problem, on_stage))
     return needs
 
 
-def working(problem: CutProblem, here: list[int]) -> int:
-    """The fullest moment of a backward beyond all that was saved: what later groups saved is gone by then."""
-    cost, moments = problem.cost, [0, *(problem.cost.groups[g].workspace_bytes for g in here)]
-    for g in here:
-        later = [h for h in here if h > g]
+def workspace_bytes(problem: CutProblem, on_stage: list[int]) -> int:
+    """Peak bytes of a stage's backward beyond all saved activations; those of later groups are freed by then."""
+    cost, peaks = problem.cost, [0, *(problem.cost.groups[g].workspace_bytes for g in on_stage)]
+    for g in on_stage:
+        later = [h for h in on_stage if h > g]
         gone = sum(cost.groups[h].saved_bytes for h in later)
-        gone += sum(a.num_bytes for a in cost.saved if (own := set(a.groups) & set(here)) and min(own) > g)
-        moments.append(cost.groups[g].transient_bytes - gone)
-    return max(moments)
+        gone += sum(a.num_bytes for a in cost.saved if (savers := set(a.groups) & set(on_stage)) and min(savers) > g)
+        peaks.append(cost.groups[g].transient_bytes - gone)
+    return max(peaks)
 
 
 def group(name: str, milliseconds: float, **rest: float | int) -> Group:
@@ -79,9 +79,9 @@ def group(name: str, milliseconds: float, **rest: float | int) -> Group:
 
 
 @st.composite
-def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
+def cost_graphs(draw: st.DrawFn, max_groups: int = 6) -> CostGraph:
     """Any small DAG: branches, dead ends, several sources, shared weights and shared saved tensors."""
-    size = draw(st.integers(2, most))
+    size = draw(st.integers(2, max_groups))
     number = st.integers(0, 9)
     groups = tuple(
         group(
@@ -94,18 +94,18 @@ def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
         )
         for i in range(size)
     )
-    flows = []
+    edges = []
     for producer in range(size):
         for tensor in range(draw(st.integers(0, 2))):
             consumers = draw(st.sets(st.integers(producer + 1, size), min_size=1, max_size=3))
             num_bytes, grad = draw(number), draw(st.booleans())
             savers = [g for g in sorted(consumers) if g < size and num_bytes <= groups[g].saved_bytes]
             saved_by = tuple(savers[: draw(st.integers(0, 1))]) if tensor == 0 else ()
-            flows.append(
+            edges.append(
                 TensorEdge(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad, saved_by)
             )
 
-    def holdings(letter: str, optimizer: bool) -> tuple[ResidentTensor, ...]:
+    def resident_tensors(letter: str, optimizer: bool) -> tuple[ResidentTensor, ...]:
         return tuple(
             ResidentTensor(
                 f"{letter}{i}", draw(number), tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))),
@@ -114,11 +114,11 @@ def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
             for i in range(draw(st.integers(0, 3)))
         )  # fmt: skip
 
-    together = ()
+    colocated = ()
     if draw(st.integers(0, 3)) == 0:
-        together = (tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2)))),)
-    return CostGraph("random", 1, (*groups, Group("loss", (), "", 1e-3)), tuple(flows), holdings("w", True),
-                     holdings("s", False), together)  # fmt: skip
+        colocated = (tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2)))),)
+    return CostGraph("random", 1, (*groups, Group("loss", (), "", 1e-3)), tuple(edges), resident_tensors("w", True),
+                     resident_tensors("s", False), colocated)  # fmt: skip
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""How much a run of the tests does: ``make test`` some cells of each matrix, ``make test-full`` all of them."""
+"""Size of a test run: ``make test`` runs some cells of each matrix, ``make test-full`` all of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ VARIABLE = "AUTOPAR_TEST_FULL"  # set by conftest before any test is imported; s
 
 
 def full() -> bool:
-    """Whether everything runs."""
+    """Whether this is a full run."""
     return VARIABLE in os.environ
 
 
 def examples(number: int, fast: int = 20) -> int:
-    """Number of random examples of a test that tries ``number`` in a full run."""
+    """Number of random examples: ``number`` in a full run, at most ``fast`` otherwise."""
     return number if full() else min(number, fast)
 
 
 def only(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Values of a parametrisation, in order; those that are not among ``kept`` run in a full run only.
+    """Values of a parametrisation, in order; those outside ``kept`` are marked for the full run.
 
     Raises:
-        AssertionError: one of ``kept`` is no value.
+        AssertionError: one of ``kept`` is not among ``values``.
     """
     every = list(values)
     assert all(value in every for value in kept), f"{[v for v in kept if v not in every]} are no values"

@@ -1,4 +1,4 @@
-"""Workers as processes: which there are, and waiting until they are gone."""
+"""Worker processes: their ids, and waiting until they have ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import psutil
 from torch import nn
 
-WORKER = "autopar:rank"  # how the name of a worker process begins
-FAULT_SECONDS = 10.0  # the longest that a fault may take to be reported or cleaned up
+WORKER = "autopar:rank"  # prefix of a worker's process name
+FAULT_SECONDS = 10.0  # longest time in which a fault must be reported and cleaned up
 
 
 def mlp() -> nn.Module:
@@ -45,7 +45,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has, among those that the system gives to nobody by itself before it is listened to."""
+    """Free port outside the ephemeral range, so that the system gives it to no other process before it is bound."""
     while True:
         with socket.socket() as chosen, contextlib.suppress(OSError):
             chosen.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))

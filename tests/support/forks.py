@@ -1,4 +1,4 @@
-"""Processes that start as forks of one that has imported torch and autopar: for ranks whose start is not tested."""
+"""Ranks forked from a server that has imported torch and autopar, for tests that do not test how ranks start."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from support.effort import full
-
 from autopar.measure.workers import HOST, free_port
 from autopar.runtime.launch.fork_server import MODULES, ForkServer, Process, worker_environment
+from support.effort import full
 
-SCRIPTS = Path(__file__).parent  # those that several test modules or ranks run
-PATIENT_SECONDS = 5.0  # for ranks that are told to end
+SCRIPTS = Path(__file__).parent  # folder of the scripts that ranks run
+PATIENT_SECONDS = 5.0  # between SIGTERM and SIGKILL
 Done = subprocess.CompletedProcess[str]
 
 
 def run_ranks(number: int, script: Path, *arguments: str, folder: Path | None = None) -> Done:
-    """A script as so many ranks of torchrun; in a full run that is who starts them.
+    """Result of a script on ``number`` ranks with torchrun's environment; in a full run torchrun itself starts them.
 
     Args:
-        folder: to run in.
+        folder: working folder.
     """
     if full():
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}", str(script), *arguments]
@@ -42,12 +41,17 @@ def run_ranks(number: int, script: Path, *arguments: str, folder: Path | None = 
 
 
 def forked(script: Path, arguments: Sequence[str], more: Sequence[Mapping[str, str]], folder: Path | None) -> Done:
-    """What a script printed in a process for each of some additions to the environment, and the first bad exit code."""
-    own = os.environ | {"OMP_NUM_THREADS": "1"}
+    """Output of a script that runs once per environment, and the first exit code that is not 0.
+
+    Args:
+        more: variables of each process, beyond those of this one.
+        folder: working folder.
+    """
+    common = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
         ranks = [
             server().start(
-                run_script, str(script), list(arguments), str(folder or Path.cwd()), environment=own | dict(each),
+                run_script, str(script), list(arguments), str(folder or Path.cwd()), environment=common | dict(each),
                 stdout=out.fileno(), stderr=error.fileno(),
             )
             for each in more
@@ -60,12 +64,12 @@ def forked(script: Path, arguments: Sequence[str], more: Sequence[Mapping[str, s
 
 @functools.cache
 def server() -> ForkServer:
-    """The process that forks; it ends with this one."""
+    """Fork server of this process, which ends with it."""
     return ForkServer(worker_environment(1), (*MODULES, "timm", "autopar.api.parallelize"))
 
 
 def run_script(script: str, arguments: Sequence[str], folder: str) -> None:
-    """Run a script as if this process had been started for it."""
+    """Run a script as the main module of this process."""
     os.chdir(folder)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -73,7 +77,7 @@ def run_script(script: str, arguments: Sequence[str], folder: str) -> None:
 
 
 def first_failure(ranks: Sequence[Process]) -> int:
-    """Exit code of the first process that failed, after which the others are ended; 0 if all went well."""
+    """Exit code of the first process that fails, or 0; its failure ends the others."""
     code, deadline = 0, float("inf")
     while (codes := [rank.poll() for rank in ranks]).count(None):
         if not code and (code := next(filter(None, codes), 0)):
@@ -92,6 +96,6 @@ def signal_all(ranks: Sequence[Process], number: signal.Signals) -> None:
 
 
 def run_on_two(folder: Path, script: str) -> Done:
-    """A script on two ranks as torchrun starts them."""
+    """Result of a script on two ranks with torchrun's environment."""
     (folder / "script.py").write_text(script)
     return run_ranks(2, folder / "script.py", folder=folder)

@@ -1,4 +1,4 @@
-"""Graphs made by hand, and a machine on which one can count."""
+"""Graphs written by hand, and a machine with round numbers."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def buffer(name: str, *shape: int, dtype: str = "float32") -> Weight:
 def op(
     target: str, args: tuple[Any, ...], *outputs: Value, module: str = "", mutates: tuple[str, ...] = (), **kw: Any
 ) -> Op:
-    """An operation named after its first output; texts that start with % are references."""
+    """Operation named after its first output; an argument ``%x`` refers to value x."""
 
     def convert(tree: Any) -> Any:
         if isinstance(tree, str) and tree.startswith("%"):

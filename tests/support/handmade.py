@@ -1,4 +1,4 @@
-"""Plans made by hand, with cuts exactly where a test wants them, and ways to run them without processes."""
+"""Plans whose cuts a test gives, run in threads of this process or program by program."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan_by_hand(
     precision: Precision = "fp32",
     chunks: int = 1,
 ) -> Plan:
-    """A plan whose stages start at the model's first operation and at each operation of ``firsts``."""
+    """Plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
     microbatch = call.first(-(-(call.batch // dp) // microbatches))
     graph = lower_model(model, microbatch, "train", "", precision)
@@ -80,9 +80,9 @@ def plan_by_hand(
 
 
 def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
-    """Operations that start the second and later stages when each stage gets about as many operations.
+    """First operations of the second and later stages, such that stages have about equal numbers of operations.
 
-    Cuts avoid operations that must stay together.
+    Cuts avoid colocated operations.
     """
     call = as_call(model, x).first(2)
     graph = lower.trace(model, call.args, call.kwargs)
@@ -97,7 +97,7 @@ def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
 
 
 class ThreadRanks:
-    """The ranks of a model as threads of this process: every schedule and cut, without the cost of processes."""
+    """Ranks of a model that are threads of this process."""
 
     def __init__(
         self,
@@ -106,10 +106,13 @@ class ThreadRanks:
         timeout_seconds: float = 30.0,
         axes: Callable[[int], Mapping[str, str]] = lambda rank: NOTHING,
     ) -> None:
-        hub = InProcessMailboxes(timeout_seconds)
-        copies = [{w.name: own_part(tensors[w.name].detach(), w.name, spec) for w in spec.weights} for spec in specs]
+        mailboxes = InProcessMailboxes(timeout_seconds)
+        copies = [
+            {w.name: spec.local_part(w.name, tensors[w.name].detach()).clone() for w in spec.weights} for spec in specs
+        ]
         self.ranks = [
-            Rank(spec, own, LocalTransport(spec.rank, hub), axes(spec.rank)) for spec, own in zip(specs, copies)
+            Rank(spec, weights, LocalTransport(spec.rank, mailboxes), axes(spec.rank))
+            for spec, weights in zip(specs, copies)
         ]
         self.numbers = range(len(self.ranks))
         self.call_seconds = 0.0
@@ -121,12 +124,7 @@ class ThreadRanks:
             return {rank: future.result() for rank, future in enumerate(running)}
 
     def close(self) -> None:
-        """Nothing to end."""
-
-
-def own_part(tensor: torch.Tensor, name: str, spec: RankSpec) -> torch.Tensor:
-    """A rank's own copy of its part of a weight."""
-    return spec.local_part(name, tensor).clone()
+        """Do nothing: there are no processes."""
 
 
 def in_threads(
@@ -138,10 +136,12 @@ def in_threads(
     axes: Callable[[int], Mapping[str, str]] = lambda rank: NOTHING,
     **options: Any,
 ) -> ParallelModel:
-    """``autopar.parallelize`` for a given plan, with threads for ranks.
+    """Model as `autopar.parallelize` returns it for a plan, its ranks being threads.
 
     Args:
-        axes: for each rank the keys of the communicators of its mesh axes.
+        build: makes a module from a stage's program.
+        axes: keys of a rank's communicators by mesh axis.
+        options: fields of `TrainingRecipe`.
     """
     programs = ProgramCache(model, plan, as_call(model, x))
     machine = this_machine(plan.mesh.devices, "gloo")
@@ -154,9 +154,9 @@ def in_threads(
 def run_in_one_process(
     graph: Graph, programs: Sequence[Program], weights: Mapping[str, torch.Tensor], *leaves: Any
 ) -> list:
-    """The flattened outputs of a graph's programs, run one after the other without any transport.
+    """Flattened outputs of a graph's programs, run one after the other without transport.
 
-    A tensor that crosses a cut must look as the trace said: shape, dtype, and whether it has a gradient.
+    Each tensor that crosses a cut is checked against the trace: shape, dtype, and whether it requires a gradient.
     """
     inputs = {leaf.name: value for leaf, value in zip(graph.leaves, leaves, strict=True) if isinstance(leaf, Ref)}
     sent: dict[tuple[str, int], torch.Tensor] = {}

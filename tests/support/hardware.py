@@ -1,4 +1,4 @@
-"""Cost models that make the planner do what a test is about."""
+"""A cost model that makes the planner choose tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.cost.hardware.load import cost_model_dir
 
 
 def slow_compute(folder: Path) -> Path:
-    """A cost model in which moving data costs nothing, so that the solver splits whatever can be split."""
+    """File of a cost model with free communication, under which the solver shards every operation that it can."""
     text = (cost_model_dir() / "cpu-generic.toml").read_text()
     head, *tables = re.split(r"(?m)^(?=\[(?:link|collective)\])", text)
     changed = "".join(tables)

@@ -1,4 +1,4 @@
-"""The rooms of the package, their layers, and what each file imports."""
+"""Rooms of the package, their layers, and the imports of each file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "autopar"
-# Room -> layer. A module imports its own room and lower layers only: the five stages of layer 4 do not know each other.
-# "autopar" is the package itself, which offers the public names.
+# Room -> layer. A module imports its own room and lower layers only, so the stages of layer 4 never import each other.
+# "autopar" is the package itself, with the public names.
 LAYERS = {
     "errors": 0,
     "ir": 1,
@@ -26,21 +26,21 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room(path: Path) -> str:
-    """``trace`` for autopar/trace/convert.py, ``autopar`` for autopar/__init__.py."""
+    """Room of a file: ``trace`` for autopar/trace/convert.py, ``autopar`` for autopar/__init__.py."""
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return "autopar" if first == "__init__" else first
 
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Dotted names of everything a file imports, and ``torch.x`` where it is used as an attribute."""
-    found: set[str] = set()
+    """Dotted names that a file imports, and names such as ``torch.x`` that it uses as attributes."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found.add(f"{node.value.id}.{node.attr}")
-    return frozenset(found)
+            names.add(f"{node.value.id}.{node.attr}")
+    return frozenset(names)

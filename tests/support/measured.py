@@ -1,4 +1,4 @@
-"""A ViT without numbers, and plans for it that may measure its operations."""
+"""A ViT on the meta device, and its plans under measured costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small members of the families that the mesh parity tests run, with inputs and losses."""
+"""Small models of the families that the mesh parity tests run, with inputs and losses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from support.models import Tied, tiny_vit
 from timm.models.eva import Eva
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
+
+from support.models import Tied, tiny_vit
 
 BATCH, CLASSES = 16, 10
 
@@ -22,8 +23,8 @@ BATCH, CLASSES = 16, 10
 class Case:
     """A model, its input and target at the global batch, and the loss.
 
-    Rectifiers and max-pooling have kinks: where a value lies within rounding of one, sums made in another order change
-    a gradient by more than any tolerance. Such models are compared in float64, where none of theirs does.
+    ReLU and max-pooling have kinks. Where a value lies within rounding of one, another order of a sum changes a
+    gradient by more than any tolerance. Such models are compared in float64, where no value comes that close.
     """
 
     make: Callable[[], nn.Module]

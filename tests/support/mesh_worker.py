@@ -1,4 +1,4 @@
-"""Run as by torchrun: models under meshes of as many ranks as there are, compared with one device.
+"""Script for ranks of torchrun: models under every given mesh of this many ranks, compared with one device.
 
 Arguments: the folder for results, a cost model, then cells, as vit=1-2-1 (pp, tp, dp).
 """
@@ -10,14 +10,12 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.mesh_models import BATCH, MODELS, Case
-from support.reference import Reference
-from support.traces import share
 from torch import nn
 
 import autopar
@@ -26,23 +24,26 @@ from autopar.ir.pytree import leaves
 from autopar.runtime.launch.spmd import SpmdBackend
 from autopar.tools.parity.compare import EPSILON
 from autopar.tools.parity.difference import difference
+from support.mesh_models import BATCH, MODELS, Case
+from support.reference import Reference, replica_part
+from support.traces import share
 
-MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
+MICROBATCHES = 4  # of the global batch; equal sizes under every mesh, so that each model is traced once
 State = dict[str, torch.Tensor]
-# As in autopar.tools.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
+# As in autopar.tools.parity: AdamW would turn the rounding noise of a zero gradient into a full step.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 
 
 @dataclass
 class Result:
-    """What one model under one mesh was worth: the worst tensor of each quantity on any rank, 1 being the tolerance."""
+    """Comparison of one model under one mesh: per quantity the worst tensor of any rank, 1 being the tolerance."""
 
     worst: dict[str, tuple[float, str]]
     weights: dict[str, list[int]]  # bytes of each weight on each rank
-    layouts: dict[str, str]  # of the weights that are not simply replicated
+    layouts: dict[str, str]  # of the weights that are not replicated
     error: str = ""
 
-    def judge(self, quantity: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    def compare(self, quantity: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         if list(actual) != list(expected):
             self.worst[quantity] = (float("inf"), f"names differ: {set(actual) ^ set(expected)}")
         for name in actual.keys() & expected.keys():
@@ -50,8 +51,8 @@ class Result:
             if excess > self.worst.get(quantity, (-1.0, ""))[0]:
                 self.worst[quantity] = (excess, name)
 
-    def judge_bitwise(self, quantity: str, actual: State, expected: State) -> None:
-        self.judge(quantity, actual, expected)
+    def compare_bitwise(self, quantity: str, actual: State, expected: State) -> None:
+        self.compare(quantity, actual, expected)
         if not all(torch.equal(actual[n], expected[n]) for n in expected):
             self.worst[quantity] = (float("inf"), "not bitwise")
 
@@ -60,12 +61,12 @@ def named(output: object) -> dict[str, torch.Tensor]:
     return {str(i): leaf.detach() for i, leaf in enumerate(leaves(output))}
 
 
-def part_of(tensor: torch.Tensor, pm: autopar.ParallelModel) -> torch.Tensor:
-    return tensor.chunk(pm.data_size)[pm.data_rank]
+def replica_parts(outputs: Sequence[torch.Tensor], pm: autopar.ParallelModel) -> State:
+    return named([replica_part(output, pm) for output in outputs])
 
 
 def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, saved: State) -> tuple[Result, State]:
-    """What was compared, and the final state; ``saved`` is loaded first, and taken back."""
+    """Comparison and final state; ``saved`` is loaded first, and then replaced by the initial state."""
     torch.manual_seed(0)
     model, x = case.make().train().to(case.dtype), case.x()
     x = x.to(case.dtype) if x.is_floating_point() else x
@@ -74,45 +75,45 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
     result = Result({}, {}, {})
     reference = Reference(model, case.loss_fn, ADAMW)
     plan = None
-    if dist.get_rank() == 0:  # once is enough, and the cores are few
+    if dist.get_rank() == 0:  # planning once is enough
         plan = autopar.plan(
             model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES // dp,
             memory="64GiB", zero1=zero1 if dp > 1 else None,
         ).to_json()  # fmt: skip
-    told = [plan]
-    dist.broadcast_object_list(told)
-    plan = autopar.Plan.from_json(told[0] or "")
+    planned = [plan]
+    dist.broadcast_object_list(planned)
+    plan = autopar.Plan.from_json(planned[0] or "")
     with autopar.parallelize(model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, plan=plan) as pm:
         result.layouts = {n: str(layout) for n, layout in pm._programs.storage.items() if layout != REPLICATED}
-        own = pm.state_dict()
+        initial = pm.state_dict()
         pm.load_state_dict(saved)
-        result.judge_bitwise("moved", pm.state_dict(), saved)
-        pm.load_state_dict(own)
-        mine, target = part_of(x, pm), part_of(y, pm)
+        result.compare_bitwise("moved", pm.state_dict(), saved)
+        pm.load_state_dict(initial)
+        mine, target = replica_part(x, pm), replica_part(y, pm)
         for step in range(3):
-            # A copy runs ahead: a forward pass in training mode updates batch statistics.
+            # In a copy, because a forward pass in training mode updates batch statistics.
             before = Reference(reference.model).forward(x, MICROBATCHES) if step == 0 else []
             loss = reference.forward_backward(x, y, MICROBATCHES)
             got = pm.forward_backward(mine, target, return_outputs=step == 0)
             if step == 0:
-                result.judge("outputs", named(got.outputs), named([part_of(t, pm) for t in before]))
-            result.judge("loss", {"loss": torch.tensor(got.loss)}, {"loss": torch.tensor(loss)})
-            result.judge("gradients", pm.gradients(), reference.gradients())
-            norm = nn.utils.get_total_norm(reference.gradients().values())
-            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step().grad_norm)}, {"norm": norm.detach().float()})
+                result.compare("outputs", named(got.outputs), replica_parts(before, pm))
+            result.compare("loss", {"loss": torch.tensor(got.loss)}, {"loss": torch.tensor(loss)})
+            result.compare("gradients", pm.gradients(), reference.gradients())
+            norm = nn.utils.get_total_norm(reference.gradients().values()).detach().float()
+            result.compare("norm", {"norm": torch.tensor(pm.optimizer_step().grad_norm)}, {"norm": norm})
             reference.step()
         state = pm.state_dict()
         expected = dict(reference.model.state_dict())
-        if dp > 1:  # each replica has batch statistics of its own; those of replica 0 are saved
+        if dp > 1:  # replicas differ in batch statistics; those of replica 0 are saved
             expected |= {n: state[n] for n, _ in reference.model.named_buffers() if n in state}
-        result.judge("weights", state, expected)
+        result.compare("weights", state, expected)
         model.load_state_dict(state)
         pm.load_state_dict(state)
-        result.judge_bitwise("state", pm.state_dict(), state)
+        result.compare_bitwise("state", pm.state_dict(), state)
         reference.model.load_state_dict(state)
         reference.model.eval()
         pm.eval()
-        result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, MICROBATCHES)]))
+        result.compare("eval", named(pm(mine)), replica_parts(reference.forward(x, MICROBATCHES), pm))
         assert isinstance(pm._ranks, SpmdBackend)
         held: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
@@ -133,7 +134,7 @@ def main() -> None:
         meshes.setdefault(name, []).append(mesh)
     dist.init_process_group("gloo")
     for name in meshes:
-        # The state of each mesh is loaded under the next one; the first gets one that no mesh has made.
+        # The state of each mesh is loaded under the next mesh; the first mesh loads a fresh state.
         torch.manual_seed(1)
         fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
         state = {weight: tensor + 1 for weight, tensor in fresh.items()}

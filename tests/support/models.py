@@ -1,4 +1,4 @@
-"""Small models of the shapes that a splitter gets wrong: skips, ties, several inputs and outputs, side effects."""
+"""Small models with what pipeline splits get wrong: skips, ties, several inputs and outputs, side effects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class UNet(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is the output projection too, layers apart."""
+    """An embedding whose weight is the output projection too."""
 
     def __init__(self, tokens: int = 32, width: int = 16, depth: int = 3) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class TwoInputs(nn.Module):
 
 
 class Updating(nn.Module):
-    """State changed in forward: a counter, a running mean under no_grad, and in-place operations on views."""
+    """Updates in forward: a counter, a running mean under no_grad, and in-place operations on views."""
 
     calls: torch.Tensor
     mean: torch.Tensor
@@ -119,7 +119,7 @@ class Updating(nn.Module):
 
 
 class SharedModule(nn.Module):
-    """One block called three times, between blocks of its own."""
+    """A module that is called three times, between two that are called once."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class ManyOutputs(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """A head that the loss may not read, behind a tensor of its own that crosses cuts."""
+    """Two heads; the one that the loss may ignore reads a tensor that crosses cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,13 +166,13 @@ def main_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Te
 
 
 def loss_of_some(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    """Reads the other head too where the first target is 0."""
+    """Loss of the main head, and of the other one too if the first target is 0."""
     loss = main_loss(output, target)
     return loss + F.cross_entropy(output["other"], target) if target[0] == 0 else loss
 
 
 class Normed(nn.Module):
-    """Batch norm on both sides of a cut."""
+    """Two convolutions, each followed by batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Normed(nn.Module):
 
 
 class Autocast(nn.Module):
-    """A model under torch.autocast."""
+    """A model whose forward runs under torch.autocast."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def loss_in_bf16(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch norms and a rectifier in place, with a shortcut."""
+    """Convolutions, batch norm, an in-place ReLU and a shortcut."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

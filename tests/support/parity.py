@@ -1,4 +1,4 @@
-"""Models that run split against the reference: outputs, training steps, state."""
+"""Comparisons of a parallel model with the reference: outputs, training steps, state."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import ADAMW
-from support.handmade import plan_by_hand
-from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
 import autopar
 from autopar.ir.pytree import leaves
+from support.cases import ADAMW
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close, assert_close
 
 
 def images(batch: int, side: int = 32) -> torch.Tensor:
@@ -26,7 +26,7 @@ def labels(batch: int, classes: int = 10) -> torch.Tensor:
 
 
 def outputs_agree(pm: autopar.ParallelModel, reference: Reference, x: Any) -> None:
-    """Outputs in eval and in train mode, the reference's microbatches being the plan's; ends in train mode."""
+    """Check outputs in eval and then in train mode, with the plan's microbatches on both sides."""
     for train in (False, True):
         pm.train(train)
         reference.model.train(train)
@@ -36,7 +36,7 @@ def outputs_agree(pm: autopar.ParallelModel, reference: Reference, x: Any) -> No
 
 
 def step_agrees(pm: autopar.ParallelModel, reference: Reference, x: Any, y: Any, times: int = 1) -> None:
-    """Loss and every gradient of ``times`` accumulated calls, then one optimizer step on both sides."""
+    """Check loss and gradients of ``times`` accumulated calls, then one optimizer step on both sides."""
     for _ in range(times):
         loss = reference.forward_backward(x, y, pm.plan.microbatches)
         assert pm.forward_backward(x, y).loss == pytest.approx(loss, abs=1e-5)
@@ -48,7 +48,7 @@ def step_agrees(pm: autopar.ParallelModel, reference: Reference, x: Any, y: Any,
 
 
 def state_agrees(pm: autopar.ParallelModel, reference: Reference, model: nn.Module) -> None:
-    """Weights and buffers; the state dict loads into the unmodified model."""
+    """Check weights and buffers, and that the state dict loads into the unmodified model."""
     state = pm.state_dict()
     assert_all_close(state, reference.model.state_dict(), "state")
     fresh = copy.deepcopy(model)
@@ -66,14 +66,14 @@ def three_steps(
     optimizer: Any = ADAMW,
     **plan: Any,
 ) -> None:
-    """The common part: everything of section 10 of the design, on real processes."""
+    """Check outputs, three training steps and the state of a plan by hand, on real processes."""
     three_steps_of(plan_by_hand(model, x, microbatches, firsts, **plan), model, x, y, loss_fn, optimizer)
 
 
 def three_steps_of(
     made: autopar.Plan, model: nn.Module, x: Any, y: Any, loss_fn: Any = F.cross_entropy, optimizer: Any = ADAMW
 ) -> None:
-    """The same for a plan that there is."""
+    """As `three_steps`, but for a given plan."""
     before = {n: t.clone() for n, t in model.state_dict().items()}
     reference = Reference(model, loss_fn, optimizer)
     with autopar.parallelize(model, made.mesh.devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=made) as pm:
@@ -86,7 +86,7 @@ def three_steps_of(
 
 
 def updated_alike(pm: Any, reference: Reference, x: Any, y: Any) -> None:
-    """One training step on both sides: loss and norm."""
+    """Check loss and gradient norm of one training step."""
     loss = reference.forward_backward(x, y, pm.plan.microbatches, pm.plan.mesh.dp)
     norm = nn.utils.get_total_norm(reference.gradients().values()).item()
     reference.step()

@@ -1,4 +1,4 @@
-"""A model that drops whatever can be dropped, and its losses; run as by torchrun, it prints those of two replicas."""
+"""A ViT with every kind of dropout, and its losses; as a script for two ranks it prints the losses of two replicas."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 from typing import Any
 
 import torch
-from support.models import tiny_vit
-from support.traces import share
 from torch import nn
 
 import autopar
+from support.models import tiny_vit
+from support.reference import replica_part
+from support.traces import share
 
 BATCH, STEPS = 12, 20
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
@@ -32,7 +33,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split_model(model: nn.Module, mesh: tuple[int, int, int] = (1, 1, 1), **more: Any) -> autopar.ParallelModel:
-    """The model on a mesh (pp, tp, dp)."""
+    """Model on a mesh (pp, tp, dp)."""
     pp, tp, dp = mesh
     return autopar.parallelize(
         model, pp * tp * dp, data()[0], optimizer=ADAMW, pp=pp, tp=tp, dp=dp, memory="8GiB", **more
@@ -40,8 +41,8 @@ def split_model(model: nn.Module, mesh: tuple[int, int, int] = (1, 1, 1), **more
 
 
 def losses(pm: autopar.ParallelModel, steps: int = STEPS) -> list[float]:
-    """Of training steps on one batch, of which this process feeds its part."""
-    x, y = (t.chunk(pm.data_size)[pm.data_rank] for t in data())
+    """Losses of training steps on one batch, of which this process feeds its part."""
+    x, y = (replica_part(t, pm) for t in data())
     return [pm.train_step(x, y).loss for _ in range(steps)]
 
 
@@ -50,9 +51,9 @@ def main() -> None:
     share()
     with split_model(dropping_vit(), (1, 1, 2), microbatches=3) as pm:
         assert (pm.data_size, pm.data_rank) == (2, int(os.environ["RANK"]))
-        found = losses(pm)
+        step_losses = losses(pm)
         if pm.data_rank == 0:
-            print(json.dumps(found))
+            print(json.dumps(step_losses))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Strategies and layouts drawn at random, for plans that nobody would make."""
+"""Strategies and weight layouts drawn at random, for plans that no planner would choose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TP = 2
 
 
 def random_labels(graph: Graph, rng: random.Random) -> dict[str, str]:
-    """A strategy for most operations, in whole or by a part of a factor."""
+    """Strategy labels of most operations, by a whole factor or by a part of one."""
     labels = {}
     for op in graph.ops:
         rule = rule_of(op, graph.shapes.__getitem__)
@@ -22,7 +22,7 @@ def random_labels(graph: Graph, rng: random.Random) -> dict[str, str]:
 
 
 def random_layouts(graph: Graph, rng: random.Random) -> dict[str, str]:
-    """A layout for most weights; statistics that are updated in place stay where their operation finds them."""
+    """Layouts of most weights; statistics that are updated in place keep the layout of their operation."""
     updated = {name for op in graph.ops for name in op.mutates}
     layouts = {}
     for weight in graph.weights:

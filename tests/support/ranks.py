@@ -1,4 +1,4 @@
-"""Cases that run on several real processes over Gloo: one group of processes for all cases of a test module."""
+"""Cases on four processes over Gloo: one process group for all cases of a test module."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.forks import forked
 
 from autopar.ir.mesh import Mesh
 from autopar.ops.collectives import on
 from autopar.runtime.comm.mesh_groups import GroupCommunicator, axis_ranks, register_axes
 from autopar.runtime.comm.process_group import ProcessGroupTransport
+from support.forks import forked
 
 WORLD = 4
 TIMEOUT_SECONDS = 60
 
 
 def run_on_ranks(script: str, folder: Path) -> Mapping[str, str]:
-    """What went wrong in each case of a script that calls `main`; empty text for nothing.
+    """Error text of each case of a script that calls `main`; empty where a case passes.
 
     Args:
-        folder: for the ranks to find each other in.
+        folder: where the ranks meet.
     """
     done = forked(Path(script), [], [{"FOLDER": str(folder), "RANK": str(rank)} for rank in range(WORLD)], None)
     assert not done.returncode, done.stderr[-3000:]
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for r in range(WORLD):
         for case, text in json.loads((folder / f"{r}.json").read_text()).items():
-            found[case] = found.get(case, "") + (f"rank {r}: {text}\n" if text else "")
-    return found
+            errors[case] = errors.get(case, "") + (f"rank {r}: {text}\n" if text else "")
+    return errors
 
 
 def main(cases: Mapping[str, Callable[[], None]]) -> None:
-    """Run all cases as one of the ranks."""
+    """Run all cases on this rank."""
     torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER"])
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )  # fmt: skip
-    found = {}
+    errors = {}
     for name, case in cases.items():
         torch.manual_seed(0)
         try:
             case()
-            found[name] = ""
+            errors[name] = ""
         except Exception:
-            found[name] = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+            errors[name] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(errors))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -68,7 +68,7 @@ def connected(mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> ProcessGr
 
 @cache
 def tensor_axis(tp: int) -> GroupCommunicator:
-    """The tensor axis of a mesh where it has so many ranks, made when all ranks first ask for it."""
+    """Tensor axis of a mesh with ``tp`` ranks on it; the first call must come from all ranks."""
     mesh = Mesh(1, tp, WORLD // tp)
     assert register_axes(f"test{tp}", mesh, connected(mesh))["tp"] == axis_key(tp)
     axis = on(axis_key(tp))
@@ -77,17 +77,17 @@ def tensor_axis(tp: int) -> GroupCommunicator:
 
 
 def axis_key(tp: int) -> str:
-    """What the collectives call that axis."""
+    """Key of that tensor axis, as collectives take it."""
     return f"test{tp}.tp"
 
 
 def summed(tensor: torch.Tensor, axis: GroupCommunicator) -> torch.Tensor:
-    """The sum over the tensor axis."""
+    """Sum of a tensor over the tensor axis."""
     total = tensor.detach().clone()
     dist.all_reduce(total, group=axis.group)
     return total
 
 
 def index(axis: GroupCommunicator) -> Mapping[str, int]:
-    """This rank's number on the tensor axis, as `autopar.sharding.tensors` takes it."""
+    """Index of this rank on the tensor axis, as `autopar.sharding.tensors` takes it."""
     return {"tp": axis.rank}

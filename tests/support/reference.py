@@ -1,4 +1,4 @@
-"""The judge: the unmodified model on one device, doing the same microbatches with gradient accumulation."""
+"""The reference: the unmodified model on one device, with gradient accumulation over the same microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call(model: nn.Module, x: Any) -> Any:
 
 
 def chunks(tree: Any, count: int, cut_tensor: Any = torch.chunk) -> list[Any]:
-    """The tree for each microbatch, every tensor cut as torch.chunk does."""
+    """Tree of each microbatch, every tensor [batch, ...] cut as torch.chunk does."""
     leaves, spec = pytree.tree_flatten(tree)
     cut = [cut_tensor(leaf, count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     count = len(next(c for c in cut if c is not None))
@@ -38,10 +38,13 @@ def samples(tree: Any) -> int:
 
 @dataclass
 class Reference:
-    """A deep copy of a model, trained plainly.
+    """Deep copy of a model, trained by a plain PyTorch loop.
 
-    It plays all replicas, one after the other. Each has its own buffers while it trains; those of the first are left in
-    the model, and evaluated. ``buffers`` are those of the others.
+    It computes all replicas one after the other, each with its own buffers. Those of the first replica stay in the
+    model and are evaluated.
+
+    Attributes:
+        buffers: buffers of the other replicas, by replica.
     """
 
     model: nn.Module
@@ -74,21 +77,21 @@ class Reference:
         return total
 
     def replica_parts(self, tree: Any, microbatches: int, replicas: int) -> list[list[Any]]:
-        return [chunks(own, microbatches) for own in chunks(tree, replicas, torch.tensor_split)]
+        return [chunks(part, microbatches) for part in chunks(tree, replicas, torch.tensor_split)]
 
     @contextmanager
     def as_replica(self, number: int, replicas: int) -> Iterator[None]:
-        """Within, the model has a replica's own buffers; evaluation starts from the first one's."""
-        own = list(self.model.buffers())
-        first = [buffer.clone() for buffer in own]
+        """Give the model a replica's buffers; evaluation starts from those of the first replica."""
+        buffers = list(self.model.buffers())
+        first = [buffer.clone() for buffer in buffers]
         if number == 0 and (not self.model.training or not self.buffers):
             self.buffers = dict.fromkeys(range(1, replicas), first)
-        for buffer, kept in zip(own, self.buffers[number] if number else first, strict=True):
+        for buffer, kept in zip(buffers, self.buffers[number] if number else first, strict=True):
             buffer.data.copy_(kept)
         yield
         if number:
-            self.buffers[number] = [buffer.clone() for buffer in own]
-            for buffer, kept in zip(own, first, strict=True):
+            self.buffers[number] = [buffer.clone() for buffer in buffers]
+            for buffer, kept in zip(buffers, first, strict=True):
                 buffer.data.copy_(kept)
 
     def step(self) -> None:
@@ -100,7 +103,7 @@ class Reference:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal within 1e-5 + 1e-4·|expected|; integers exactly."""
+    """Check equality within 1e-5 + 1e-4·|expected|, exact for integers."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, f"{what}: {actual.shape} {actual.dtype}"
     if not expected.is_floating_point():
         assert torch.equal(actual, expected), f"{what}: {actual} instead of {expected}"
@@ -115,5 +118,11 @@ def assert_all_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.
         assert_close(actual[name], tensor, f"{what} of {name}")
 
 
-def own_state(reference: Reference) -> dict[str, torch.Tensor]:
+def replica_part(tensor: torch.Tensor, pm: Any) -> torch.Tensor:
+    """Part of a batch that this process feeds to a model under torchrun, [batch / data_size, ...]."""
+    return tensor.chunk(pm.data_size)[pm.data_rank]
+
+
+def unwrapped_state(reference: Reference) -> dict[str, torch.Tensor]:
+    """State dict of the model inside `support.models.Autocast`."""
     return {name.removeprefix("model."): t for name, t in reference.model.state_dict().items()}

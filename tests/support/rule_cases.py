@@ -1,4 +1,4 @@
-"""One or more small calls of every operation that has a rule; sizes divide by 4 wherever they can."""
+"""One or more small calls of every operation that has a sharding rule; sizes divide by 4 where they can."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def case(target: str, *args: Any, **kwargs: Any) -> Case:
 
 
 def x(*shape: int, low: float = 0.1, high: float = 0.9) -> Tensor:
-    """Random numbers in a range that every elementwise function is defined on."""
+    """Random float64 numbers in a range on which every elementwise function is defined."""
     return torch.empty(shape, dtype=torch.float64).uniform_(low, high).requires_grad_()
 
 
 def fixed(*shape: int) -> Tensor:
-    """A tensor without gradient: a buffer."""
+    """Tensor without gradient, as a buffer."""
     return x(*shape).detach()
 
 
@@ -349,7 +349,7 @@ def mixtures() -> Iterator[Case]:
 
 
 def counted() -> Iterator[Case]:
-    """Random numbers whose samples lie anywhere or nowhere; parts of them begin inside of a counter's four words."""
+    """Counter-based random numbers with samples along any dim; some shards begin inside a counter's four words."""
     for samples, shape, dim, outer in (
         (4, (4, 8), 0, 1), (4, (8, 4, 12), 1, 1), (4, (64, 3), 0, 4), (2, (8, 4), 0, 1), (4, (8, 12), -1, 1),
     ):  # fmt: skip
@@ -358,7 +358,7 @@ def counted() -> Iterator[Case]:
 
 
 def unsplit() -> Iterator[Case]:
-    """Operations that are never split, and those that lie however their operand lies."""
+    """Operations that are never split, and those whose layout follows their operand."""
     yield case("new_empty.default", x(4, 8), (4, 1))
     yield case("new_full.default", x(4, 8), (4, 1), 2.0)
     yield case("new_ones.default", x(4, 8), (4,))
@@ -395,11 +395,11 @@ def unsplit() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every case, with equal numbers in every run."""
+    """Every case, with equal random numbers in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tables = (
             per_element, products, convolutions, attention, normalisations, pixels, reshapes, parts, mixtures, counted,
             unsplit,
         )  # fmt: skip
-        return [found for table in tables for found in table()]
+        return [each for table in tables for each in table()]

@@ -1,7 +1,6 @@
-"""Runs an operation whole and in parts and compares: the judge of every rule, in float64.
+"""Oracle of sharding rules: runs an operation unsharded and sharded in float64, and compares.
 
-It shares no code with what it judges but the types: parts are cut and joined here by reading a dim as
-(outer, ranks, rest).
+It shares only types with autopar: parts are cut and joined here by reading a dim as (outer, ranks, rest).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.rule_cases import Case
 from torch import Tensor
 
 from autopar.ir.graph import Op, Ref, Value, refs
@@ -22,6 +20,7 @@ from autopar.ops import collectives
 from autopar.ops.registry import operator
 from autopar.sharding.localise import localised
 from autopar.sharding.rule import Rule, Strategy
+from support.rule_cases import Case
 
 Tensors = Mapping[str, Tensor]
 STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
@@ -40,7 +39,7 @@ class Example:
 
 
 def example(case: Case) -> Example:
-    """The operation of a case, with its outputs' shapes found by running it."""
+    """Operation of a case; a run of it gives the shapes of its outputs."""
     names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
 
@@ -63,7 +62,7 @@ def example(case: Case) -> Example:
 
 
 def run(op: Op, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-    """What an operation makes of copies of tensors, and those copies."""
+    """Outputs of an operation on copies of tensors, and these copies."""
     with torch.no_grad():
         copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
@@ -78,7 +77,7 @@ def run(op: Op, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
 
 
 def gradients(made: Sequence[Tensor], read: Tensors, arriving: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The gradient of every tensor that gets one."""
+    """Gradient of every tensor that has one."""
     roots = [(y, g) for y, g in zip(made, arriving) if y.requires_grad]
     wanted = {name: t for name, t in read.items() if t.requires_grad}
     if not roots or not wanted:
@@ -88,10 +87,10 @@ def gradients(made: Sequence[Tensor], read: Tensors, arriving: Sequence[Tensor])
 
 
 def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
-    """Compare the parts, joined or summed, with the whole: outputs, gradients and what is updated in place.
+    """Compare joined or summed parts with the unsharded run: outputs, gradients and in-place updates.
 
     Raises:
-        AssertionError: a number differs by more than 1e-10, or a shape.
+        AssertionError: a shape differs, or a number by more than 1e-10.
     """
     made, read = run(this.op, this.tensors)
     arriving = [torch.randn_like(y) if y.requires_grad else torch.zeros_like(y) for y in made]
@@ -124,7 +123,7 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
 
 @contextmanager
 def numbered(rank: int, ranks: int) -> Iterator[None]:
-    """This process as a rank of the tensor axis, for operators that ask for its number."""
+    """Let operators see this process as a rank of the tensor axis."""
     collectives.register(TP, SimpleNamespace(rank=rank, ranks=ranks))  # type: ignore[arg-type]
     try:
         yield
@@ -133,13 +132,13 @@ def numbered(rank: int, ranks: int) -> Iterator[None]:
 
 
 def as_read(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
-    """What a rank reads of a tensor; of a sum the first rank has all."""
+    """Part of a tensor that a rank reads; of a partial sum rank 0 has all, the others zeros."""
     mine = torch.zeros_like(tensor) if layout.partial and rank else cut(tensor, layout, ranks, rank)
     return mine.detach().requires_grad_(tensor.requires_grad)
 
 
 def cut(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
-    """A rank's part of a tensor."""
+    """Shard of a rank."""
     for split in layout.splits:
         digits = tensor.unflatten(split.dim, (split.outer, ranks, -1))
         tensor = digits.select(split.dim + 1, rank).flatten(split.dim, split.dim + 1)
@@ -147,14 +146,14 @@ def cut(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The tensor with these parts."""
+    """Tensor with these shards."""
     (split,) = layout.splits
     apart = [part.unflatten(split.dim, (split.outer, -1)) for part in parts]
     return torch.stack(apart, split.dim + 1).flatten(split.dim, split.dim + 2)
 
 
 def equal(what: str, parts: Sequence[Tensor], whole: Tensor, layout: Layout) -> None:
-    """Whether the parts of a tensor in a layout make up the whole."""
+    """Check that parts in a layout make up the whole tensor."""
     if layout.splits:
         together = [join(parts, layout)]
     elif layout.partial_gradient or (layout.partial and what == "output"):

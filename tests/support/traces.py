@@ -1,7 +1,7 @@
-"""Traces that all processes of a session share: most of what a small model takes is being traced again.
+"""Cache of traces that all processes of a session share, because tests trace the same small models many times.
 
-A model is known by its pickled structure: classes, options, modes, hooks, ties, shapes, strides, dtypes. The numbers in
-its weights and inputs do not matter to a trace; those in other tensors that it holds do.
+The key of a model is its pickled structure: classes, options, modes, hooks, ties, shapes, strides, dtypes. Numbers in
+weights and inputs do not change a trace; numbers in other tensors of the model do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopar.ir.pytree import leaves
 from autopar.trace import lower
 from autopar.trace.trace import trace
 
-VARIABLE = "AUTOPAR_TEST_TRACES"  # the folder that holds them; scripts that tests start inherit it
+VARIABLE = "AUTOPAR_TEST_TRACES"  # folder of the cache; scripts that tests start inherit it
 
 
 class Structure(cloudpickle.Pickler):
-    """Pickles a model and what it is called with; of weights and inputs how they look, not their numbers."""
+    """Pickles a model and its call; of weights and inputs shape, strides and dtype, not the numbers."""
 
     def __init__(self, file: io.BytesIO, weights_and_inputs: Iterable[Any]) -> None:
         super().__init__(file)
@@ -38,9 +38,9 @@ class Structure(cloudpickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, set | frozenset):
-            return sorted(map(repr, obj))  # in one order in all processes
+            return sorted(map(repr, obj))  # equal order in all processes
         if isinstance(obj, dict | list | tuple) and is_plain(obj):
-            return repr(obj)  # torch.export leaves equal copies in a model
+            return repr(obj)  # by value, because torch.export leaves equal copies in a model
         if not isinstance(obj, torch.Tensor):
             return None
         number = self.seen.setdefault(id(obj), len(self.seen))
@@ -49,7 +49,7 @@ class Structure(cloudpickle.Pickler):
 
 
 def is_plain(obj: Any) -> bool:
-    """Whether this is data of which copies are as good."""
+    """Whether an object is plain data, identified by its value."""
     if type(obj) is dict:
         return all(is_plain(item) for pair in obj.items() for item in pair)
     if type(obj) in (list, tuple):
@@ -58,11 +58,11 @@ def is_plain(obj: Any) -> bool:
 
 
 def key(model: nn.Module, called: Any) -> str | None:
-    """What identifies a trace; None for a model that cannot be pickled."""
+    """Key of a trace; None for a model that cannot be pickled."""
     file = io.BytesIO()
     try:
         Structure(file, (*model.parameters(), *model.buffers(), *leaves(called))).dump((model, called))
-    except (pickle.PicklingError, TypeError, RuntimeError):  # the last of parametrized modules
+    except (pickle.PicklingError, TypeError, RuntimeError):  # RuntimeError: parametrized modules
         return None
     return hashlib.sha256(file.getvalue()).hexdigest()
 
@@ -70,26 +70,26 @@ def key(model: nn.Module, called: Any) -> str | None:
 def shared_trace(
     model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, mode: Mode = "train", name: str = ""
 ) -> Graph:
-    """As `autopar.trace.trace.trace`; read where a process of this session has traced the same model before."""
+    """As `autopar.trace.trace.trace`, but from the cache if a process of this session has traced an equal model."""
     known = key(model, (args, kwargs or {}, mode, name))
     if known is None:
         return trace(model, args, kwargs, mode, name)
     file = Path(os.environ[VARIABLE]) / known
-    with file.open("a+b") as kept:
-        fcntl.flock(kept, fcntl.LOCK_EX)  # ranks that ask together wait for the first
-        kept.seek(0)
-        if found := kept.read():
-            return pickle.loads(found)
-        with warnings.catch_warnings(record=True) as told:
+    with file.open("a+b") as cached:
+        fcntl.flock(cached, fcntl.LOCK_EX)  # concurrent ranks wait for the first
+        cached.seek(0)
+        if pickled := cached.read():
+            return pickle.loads(pickled)
+        with warnings.catch_warnings(record=True) as caught:
             graph = trace(model, args, kwargs, mode, name)
-        if not told:  # a model that is warned of is warned of each time
-            kept.write(pickle.dumps(graph))
-    for warning in told:
+        if not caught:  # a model with warnings is traced each time, so that they appear each time
+            cached.write(pickle.dumps(graph))
+    for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return graph
 
 
 def share() -> None:
-    """Let autopar trace through `shared_trace` in this process, where a session of tests started it."""
+    """Make autopar use `shared_trace` in this process, if a test session started it."""
     if VARIABLE in os.environ:
         lower.trace = shared_trace

@@ -1,4 +1,4 @@
-"""``autopar train`` as tests start it, and what it wrote."""
+"""``autopar train`` in a process, and the files that it wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import autopar
 ROOT = Path(autopar.__file__).parents[1]
 TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "embed_dim=48", "num_heads=3"]
 MAIN = "from autopar.tools.cli.app import main; main()"
-# Few images and one thread a process; everything random is on.
+# Few images, and every random augmentation.
 SHORT = [
     *TINY, "--data", "digits", "--epochs", "2", "--batch-size", "32", "--train-num-samples", "256",
     "--val-num-samples", "99", "--shift", "2", "--reprob", "0.3", "--mixup", "0.4", "--cutmix", "1",
@@ -22,7 +22,7 @@ SHORT = [
 
 
 def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The command in a process, and process group, of its own, as a user's shell would start it."""
+    """Process with the command in a new process group, as a shell starts it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, *(launcher or ("-c", MAIN)), *args]
     return subprocess.Popen(
@@ -32,8 +32,15 @@ def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subproces
 
 
 def records(path: Path) -> list[dict]:
+    """Lines of a JSON log."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def losses(folder: Path) -> list[float]:
+    """Loss of each step of a run."""
     return [record["loss"] for record in records(folder / "steps.jsonl")]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Contents of every file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

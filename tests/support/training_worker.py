@@ -1,7 +1,6 @@
-"""Run as by torchrun: optimizers, schedules, accumulation and averages under every mesh of as many ranks as there are,
-compared with the unmodified model on one device by rank 0.
+"""Script for ranks of torchrun: optimizers, schedules, accumulation and weight averages under every mesh of this size.
 
-Arguments: the folder for results, a cost model.
+Every rank compares with the unmodified model on one device. Arguments: the folder for results, a cost model.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ import timm.utils
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.effort import full
-from support.models import tiny_vit
-from support.traces import share
 from torch import nn
 
 import autopar
 from autopar.tools.parity.difference import difference
 from autopar.train import schedule, timm_optimizer
+from support.effort import full
+from support.models import tiny_vit
+from support.reference import replica_part
+from support.traces import share
 
 MICROBATCHES, STEPS = 2, 3
-SIZES = (8, 8, 4)  # of the pieces of a batch that is accumulated
+SIZES = (8, 8, 4)  # of the parts of an accumulated batch
 Mesh = tuple[int, int, int]  # pp, tp, dp; ZeRO-1 where dp is more than 1
 TP, DP, PP, BOTH, ALL = (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 2, 2)
 EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9, use_warmup=True)
@@ -40,10 +40,11 @@ EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9, use_warmup=True)
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer by timm's name and options, or by callable; and what else there is.
+    """An optimizer by timm's name and options or by callable, with the rest of a training recipe.
 
     Attributes:
-        later: meshes under which it runs in a full run only.
+        resumed: whether training starts from the checkpoint of the mesh before.
+        later: meshes that only a full run tests.
     """
 
     meshes: tuple[Mesh, ...]
@@ -53,7 +54,7 @@ class Case:
     schedule: dict[str, Any] | None = None
     accumulate: bool = False
     ema: bool = False
-    resumed: bool = False  # from the checkpoint of the mesh before
+    resumed: bool = False
     later: tuple[Mesh, ...] = ()
 
 
@@ -82,8 +83,8 @@ CASES = {
 }  # fmt: skip
 
 
-class Judge:
-    """The worst tensor of each quantity, 1 being the tolerance."""
+class WorstErrors:
+    """Error of the worst tensor of each quantity, 1 being the tolerance."""
 
     def __init__(self) -> None:
         self.worst: dict[str, float] = {}
@@ -97,12 +98,8 @@ class Judge:
         self(quantity, {"": torch.tensor(actual)}, {"": torch.tensor(expected)})
 
 
-def own_part(tensor: torch.Tensor, pm: autopar.ParallelModel) -> torch.Tensor:
-    return tensor.chunk(pm.data_size)[pm.data_rank]
-
-
-class Alone:
-    """One device: the unmodified model with timm's or torch's own."""
+class OneDevice:
+    """The unmodified model on one device, with optimizer and scheduler of timm or torch."""
 
     def __init__(self, model: nn.Module, case: Case) -> None:
         self.model, self.case = model, case
@@ -144,7 +141,7 @@ class Alone:
 
 
 def pieces(case: Case, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """What one update sees."""
+    """Inputs, targets and share of the batch of each call of one update."""
     generator = torch.Generator().manual_seed(step)
     for size in SIZES if case.accumulate else (8,):
         x = torch.randn(size, 3, 32, 32, generator=generator, dtype=torch.float64)
@@ -152,38 +149,38 @@ def pieces(case: Case, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, 
 
 
 def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]], checkpoint: Path) -> dict[str, float]:
-    """What was compared; the shapes of the optimizer's state are left in ``slots``."""
+    """Errors by quantity; ``slots`` receives the shapes of the optimizer's state."""
     torch.manual_seed(0)
     model = tiny_vit(2, embed_dim=32, num_heads=4).double()
-    judge = Judge()
+    compare = WorstErrors()
     optimizer = timm_optimizer(model, case.opt, **case.options) if isinstance(case.opt, str) else case.opt
     with autopar.parallelize(
         model, plan.mesh.devices, torch.zeros(8, 3, 32, 32, dtype=torch.float64), optimizer=optimizer, plan=plan,
         lr_scheduler=schedule(**case.schedule) if case.schedule else None, ema=EMA if case.ema else None,
         **case.constraints,
     ) as pm:  # fmt: skip
-        alone = Alone(model, case)
+        one_device = OneDevice(model, case)
         if case.resumed and checkpoint.exists():
             pm.load_checkpoint(checkpoint)
         for step in range(1, pm.num_updates + 1):
             for piece in pieces(case, step):
-                alone.backward(*piece)
-            alone.update(step)
+                one_device.backward(*piece)
+            one_device.update(step)
         for step in range(pm.num_updates + 1, pm.num_updates + STEPS + 1):
-            judge("learning rates", *({str(i): torch.tensor(lr) for i, lr in enumerate(lrs)}
-                                      for lrs in (pm.learning_rates(), alone.learning_rates())))  # fmt: skip
+            compare("learning rates", *({str(i): torch.tensor(lr) for i, lr in enumerate(lrs)}
+                                      for lrs in (pm.learning_rates(), one_device.learning_rates())))  # fmt: skip
             *before, last = pieces(case, step)
             for call, (x, y, share) in [(pm.forward_backward, p) for p in before] + [(pm.train_step, last)]:
-                result = call(own_part(x, pm), own_part(y, pm), share=share)
-                judge.number("loss", result.loss, alone.backward(x, y, share))
+                result = call(replica_part(x, pm), replica_part(y, pm), share=share)
+                compare.number("loss", result.loss, one_device.backward(x, y, share))
             assert result.grad_norm is not None
-            judge.number("norm", result.grad_norm, alone.update(step))
+            compare.number("norm", result.grad_norm, one_device.update(step))
             if case.schedule is not None:
                 pm.lr_scheduler.step_update(step)
         state = pm.state_dict()
-        judge("weights", state, dict(model.state_dict()))
+        compare("weights", state, dict(model.state_dict()))
         if case.ema:
-            averaged(judge, pm, alone)
+            compare_averages(compare, pm, one_device)
             assert all(torch.equal(a, b) for a, b in zip(pm.state_dict().values(), state.values(), strict=True))
         if case.resumed:
             pm.save_checkpoint(checkpoint)
@@ -191,21 +188,21 @@ def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]], check
         assert updater.optimizer is not None
         slots |= {n: [list(t.shape) for t in updater.optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
                   for n, p in updater.optimized.items()}  # fmt: skip
-    return judge.worst
+    return compare.worst
 
 
-def averaged(judge: Judge, pm: autopar.ParallelModel, alone: Alone) -> None:
-    """The averages, and what the model computes with them."""
-    expected = dict(alone.ema.module.state_dict())
-    judge("averages", pm.ema_state_dict(), expected)
-    x = next(pieces(alone.case, 0))[0]
+def compare_averages(compare: WorstErrors, pm: autopar.ParallelModel, one_device: OneDevice) -> None:
+    """Compare weight averages, and the outputs of the model with them."""
+    expected = dict(one_device.ema.module.state_dict())
+    compare("averages", pm.ema_state_dict(), expected)
+    x = next(pieces(one_device.case, 0))[0]
     pm.eval()
     with pm.ema_weights(), torch.no_grad():
-        judge("outputs of averages", {"": pm(own_part(x, pm))}, {"": own_part(alone.ema.module(x), pm)})
-        judge("weights within", pm.state_dict(), expected)
-    alone.model.eval()
+        compare("outputs of averages", {"": pm(replica_part(x, pm))}, {"": replica_part(one_device.ema.module(x), pm)})
+        compare("weights within", pm.state_dict(), expected)
+    one_device.model.eval()
     with torch.no_grad():
-        judge("outputs after", {"": pm(own_part(x, pm))}, {"": own_part(alone.model(x), pm)})
+        compare("outputs after", {"": pm(replica_part(x, pm))}, {"": replica_part(one_device.model(x), pm)})
 
 
 def main() -> None:
@@ -217,20 +214,20 @@ def main() -> None:
     meshes = sorted({m for case in CASES.values() for m in case.meshes if m[0] * m[1] * m[2] == world})
     for pp, tp, dp in meshes:
         planned = ""
-        if rank == 0:  # once is enough, and the cores are few
+        if rank == 0:  # planning once is enough
             planned = autopar.plan(
                 tiny_vit(2, embed_dim=32, num_heads=4).double(), world, example, hardware=hardware, pp=pp, tp=tp, dp=dp,
                 microbatches=MICROBATCHES, memory="64GiB", zero1=True if dp > 1 else None,
             ).to_json()  # fmt: skip
-        told = [planned]
-        dist.broadcast_object_list(told)
+        plans = [planned]
+        dist.broadcast_object_list(plans)
         for name, case in CASES.items():
             if (pp, tp, dp) not in case.meshes or ((pp, tp, dp) in case.later and not full()):
                 continue
             slots: dict[str, list[list[int]]] = {}
             error, worst = "", {}
             try:
-                worst = run(case, autopar.Plan.from_json(told[0]), slots, folder / f"{name}-{world}")
+                worst = run(case, autopar.Plan.from_json(plans[0]), slots, folder / f"{name}-{world}")
             except Exception:
                 error = traceback.format_exc()
             file = folder / f"{name}+{pp}-{tp}-{dp}+{rank}.json"

@@ -1,4 +1,4 @@
-"""What a user can pass wrongly, and what they are told."""
+"""Wrong arguments of users, and the errors that name them."""
 
 from __future__ import annotations
 

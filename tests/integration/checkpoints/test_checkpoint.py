@@ -49,7 +49,7 @@ from autopar.tools.cli.app import app
 
 @dataclass(frozen=True)
 class Leg:
-    """What a run under one mesh did with a checkpoint: saved it again, and trained on from it twice."""
+    """Results of a run under one mesh that loads a checkpoint, saves it again, and trains on from it twice."""
 
     folder: Path
     plan: Plan

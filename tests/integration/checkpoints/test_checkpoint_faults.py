@@ -190,14 +190,14 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
             return ADAMW(params)
         from autopar.runtime.checkpoint.reshard_planners import PartsSavePlanner
 
-        resolve = PartsSavePlanner.resolve_data
+        look_up = PartsSavePlanner.lookup_object
 
-        def resolve_or_die(self: Any, write_item: Any) -> torch.Tensor:
-            if marker.exists() and "2." in write_item.index.fqn:  # the last stage's
+        def look_up_or_die(self: Any, index: Any) -> torch.Tensor:
+            if marker.exists() and "2." in index.fqn:  # the last stage's
                 os.kill(os.getpid(), signal.SIGKILL)
-            return resolve(self, write_item)
+            return look_up(self, index)
 
-        PartsSavePlanner.resolve_data = resolve_or_die
+        PartsSavePlanner.lookup_object = look_up_or_die
         return ADAMW(params)
 
     with small(devices=2, pp=2, microbatches=2, optimizer=make) as pm:

@@ -43,7 +43,7 @@ def start(stages: int, loss_fn: Any, **options: Any) -> autopar.ParallelModel:
 
 
 def goes_on() -> None:
-    """The same process starts a second model and trains it."""
+    """Check that this process can start and train another model."""
     with start(2, F.cross_entropy) as again:
         assert again.forward_backward(X, Y).loss > 0
 

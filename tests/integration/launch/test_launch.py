@@ -168,7 +168,7 @@ print(f"rank {launch.rank} agrees with {torch.get_num_threads()} thread", flush=
 def started(
     folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], script: str = TRAIN
 ) -> list[Any]:
-    """What each of several processes that run at the same time printed, and how it ended."""
+    """Output and exit code of processes that run at the same time."""
     (folder / "script.py").write_text(script)
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
     quiet["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)

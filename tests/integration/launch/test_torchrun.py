@@ -1,4 +1,4 @@
-"""The same calls under torchrun: every rank is a device and sees the same numbers as one device."""
+"""Models under torchrun: every rank is a device and sees the numbers of one device."""
 
 from __future__ import annotations
 
@@ -94,11 +94,14 @@ def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def test_every_rank_has_the_numbers_of_one_device(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "own")
+def assert_both_ranks_agree(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     # The launcher may put one rank's text between another's and its line end.
     assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+
+
+def test_every_rank_has_the_numbers_of_one_device(tmp_path: Path) -> None:
+    assert_both_ranks_agree(torchrun(tmp_path, "own"))
 
 
 def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_path: Path) -> None:
@@ -153,9 +156,7 @@ print(f"rank {rank} agrees", flush=True)
 
 
 def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
-    done = run_on_two(tmp_path, REPLICAS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+    assert_both_ranks_agree(run_on_two(tmp_path, REPLICAS))
 
 
 SHARDS = """
@@ -199,9 +200,7 @@ print(f"rank {rank} agrees", flush=True)
 
 
 def test_ranks_that_share_operations_need_the_same_samples(tmp_path: Path) -> None:
-    done = run_on_two(tmp_path, SHARDS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+    assert_both_ranks_agree(run_on_two(tmp_path, SHARDS))
 
 
 DISAGREEING = """
@@ -250,7 +249,5 @@ print(f"rank {rank} agrees", flush=True)
 
 
 def test_every_rank_hears_that_a_folder_holds_a_run(tmp_path: Path) -> None:
-    done = run_on_two(tmp_path, FOLDER)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+    assert_both_ranks_agree(run_on_two(tmp_path, FOLDER))
     assert len((tmp_path / "new" / "steps.jsonl").read_text().splitlines()) == 2

@@ -18,7 +18,7 @@ from support.cases import ADAMW
 from support.handmade import in_threads, plan_by_hand
 from support.hardware import slow_compute
 from support.models import Autocast, ConvNet, loss_in_bf16, tiny_vit
-from support.reference import Reference, own_state, samples
+from support.reference import Reference, samples, unwrapped_state
 from torch import nn
 
 import autopar
@@ -86,7 +86,7 @@ def assert_goes_on_like(
         else:
             assert result.grad_norm == pytest.approx(norm, rel=1e-3)
             assert not any(torch.equal(found[name], state[name]) for name in trainable)
-        for name, tensor in own_state(alone.reference).items():
+        for name, tensor in unwrapped_state(alone.reference).items():
             torch.testing.assert_close(found[name], tensor, rtol=2e-3, atol=5e-4)
         skipped.append(result.skipped)
     assert skipped[0] and not skipped[-1]

@@ -1,4 +1,4 @@
-"""What `autopar check` measures: differences, what is switched off, and whole comparisons with real processes."""
+"""`autopar check`: differences, dropout that is switched off, and comparisons with real processes."""
 
 from __future__ import annotations
 

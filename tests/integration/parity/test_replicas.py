@@ -83,7 +83,7 @@ class Heads(nn.Module):
 
 
 def loss_by_label(outputs: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-    """Of the second head only where the first label says so."""
+    """Loss of the first head, and of the second one if the first label is 1."""
     loss = F.cross_entropy(outputs[0], y)
     return loss + F.cross_entropy(outputs[1], y) if y[0] == 1 else loss
 
@@ -263,7 +263,7 @@ def test_equals_one_device(
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
 @pytest.mark.parametrize("firsts", [[], ["middle.linear"]], ids=["pp=1", "pp=2"])
 def test_owners_change_no_number(precision: Any, firsts: list[str]) -> None:
-    """Of two replicas a reduce-scatter adds what an all-reduce adds: equal to the last bit."""
+    """With two replicas, reduce-scatter and all-reduce add in equal order, so results agree to the last bit."""
     torch.manual_seed(0)
     model, x = TwoHeads(), torch.randn(8, 8)
     make = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
@@ -481,7 +481,7 @@ PADDINGS = [(1, "padded"), (2, "padded"), (1, "unpadded")]
 
 @pytest.mark.parametrize(("pp", "padding"), only([(2, "padded"), (1, "unpadded")], PADDINGS))
 def test_processes_equal_one_device(pp: int, padding: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Also through checkpoints: to another mesh and back."""
+    """With checkpoints that go to another mesh and back."""
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(2), images(8)
     firsts = ["blocks.1.norm1.layer_norm"][: pp - 1]

@@ -1,4 +1,4 @@
-"""The same run of ``autopar train`` on other meshes, under torchrun, and after it was killed or interrupted."""
+"""``autopar train`` on other meshes, under torchrun, and after it was killed or interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.cli import invoke
-from support.train_cli import MAIN, SHORT, TINY, losses, records, start
+from support.train_cli import MAIN, SHORT, TINY, contents, losses, records, start
 
 from autopar.tools.cli.train_run import command
 from autopar.train import read_run
@@ -62,7 +62,7 @@ def test_killed_and_resumed_on_another_mesh(alone, tmp_path):
 
 
 def interrupt(process: subprocess.Popen[str], log: Path, lines: int) -> str:
-    """What it says on stderr when Ctrl-C is pressed in its terminal after so many lines of a log."""
+    """Text on stderr after Ctrl-C in the terminal, sent once the log has ``lines`` lines."""
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= lines):
         time.sleep(0.005)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -140,10 +140,6 @@ def test_a_finished_run_gets_more_epochs_in_another_folder(tmp_path):
 
 
 # -- a folder that holds a run already ---------------------------------------------------------------------------------
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_second_run_in_a_folder_is_refused_and_nothing_is_lost(alone, tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ def test_a_weight_that_is_a_vector_has_its_gradient_moved(added: list[bool]) -> 
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_empty_weights_and_memory_after_a_model(closes: bool, added: list[bool]) -> None:
-    """Which was closed, or only forgotten."""
+    """With a model that was closed, and with one that was only dropped."""
     x, y = torch.randn(6, 6), torch.randint(0, 10, (6,))
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 0), nn.Linear(0, 6), nn.Linear(6, 10))
     pm = autopar.parallelize(

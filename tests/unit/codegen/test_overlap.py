@@ -1,4 +1,4 @@
-"""Which linear layers take over the collective before them."""
+"""Linear layers that are fused with the collective before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a number or size of microbatches becomes, against torch.chunk."""
+"""Number and sizes of microbatches, against torch.chunk."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ class ClassToken(nn.Module):
 
 
 def test_gradients_are_kept_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is a part of what the next stage sent, which the next step's overwrites."""
+    """Even a view of a received gradient, whose memory the next step overwrites."""
     monkeypatch.setattr(LocalTransport, "open_channel", lambda self, incoming, outgoing: LastingMail(self))
     torch.manual_seed(0)
     model, y = ClassToken(), torch.tensor([0, 2])

@@ -1,4 +1,4 @@
-"""What a captured step needs that can be seen without a GPU: answers, optimizers, places of messages."""
+"""Parts of CUDA-graph capture that need no GPU: recorded flags, optimizers, message buffers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_only_optimizers_that_count_on_the_device_are_captured() -> None:
 
 
 def test_all_numbers_of_a_parameter_are_kept_where_it_is() -> None:
-    """Also those which an optimizer made before it was prepared (NAdam's product of momenta)."""
+    """Even scalars from before the optimizer was made capturable (NAdam's product of momenta)."""
     optimizer = optimizer_of(torch.optim.NAdam)
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.sum().backward()

@@ -1,4 +1,4 @@
-"""What optimizers keep: found on small parameters, equal to what they keep of real ones, and planned for."""
+"""State of optimizers: probed on small parameters, equal to that of real ones, and planned for."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ AUTO = Constraints(devices=2, batch=8, microbatches=4, schedule="auto")
 
 
 def peak_bytes(plan: Plan, saved: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """Of every position, by running through its actions: the stages' weights and what is saved of each stage."""
+    """Peak bytes of every pipeline position, from weights and saved activations, by running its actions."""
     peaks = []
     for position, row in enumerate(generate(plan.schedule, plan.mesh.pp, plan.microbatches, plan.chunks)):
         kept: Counter[int] = Counter()

@@ -141,7 +141,7 @@ def on_gpus(model: nn.Module, x: torch.Tensor, **asked: Any) -> autopar.Plan:
 
 
 def buffers(plan: autopar.Plan, position: int, inputs: int) -> int:
-    """What is predicted on a rank at a position beside inputs and libraries: of boards."""
+    """Predicted bytes of symmetric buffers at a pipeline position, without inputs and libraries."""
     own = [stage.memory.buffer_bytes for stage in plan.stages[position :: plan.mesh.pp] if stage.memory is not None]
     return sum(own) - inputs * (position == 0) - load_hardware(plan.hardware.name).reserve_bytes
 

@@ -1,4 +1,4 @@
-"""Which stages recompute: the integer program against brute force, and plans under a memory limit."""
+"""Stages that recompute: the integer program against brute force, and plans under a memory limit."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_equals_the_model_to_the_last_bit(name: str, mode: Mode) -> None:
 
 
 def casts(graph: Graph) -> list[str]:
-    """What is cast, in order: ``x bfloat16``."""
+    """Casts in order, as ``x bfloat16``."""
     return [f"{op.reads[0]} {op.outputs[0].dtype}" for op in graph.ops if op.target == "aten.to.dtype"]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support.cases import ADAMW, CASES, DTYPES
 from support.handmade import in_threads, plan_by_hand
 from support.models import Autocast, ConvNet, Tied, UNet, loss_in_bf16, tiny_vit
-from support.reference import Reference, own_state
+from support.reference import Reference, unwrapped_state
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -254,7 +254,7 @@ def test_equals_autocast_bit_by_bit(name: str) -> None:
             pm.optimizer_step()
             reference.step()
         state = pm.state_dict()
-        for name, tensor in own_state(reference).items():
+        for name, tensor in unwrapped_state(reference).items():
             assert torch.equal(state[name], tensor) and state[name].dtype == tensor.dtype, name
         reference.model.eval()
         (expected_outputs,) = reference.forward(x, 3)

@@ -1,4 +1,4 @@
-"""Which images each rank reads: all parts together are the epoch, on any mesh, from any position."""
+"""Images that each rank reads: all parts together are the epoch, on any mesh, from any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step by fronts is the simulated step."""
+"""Step time by fronts, compared with the simulated step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice graphs for the tests: small random ones, and a transformer priced by hand."""
+"""Strategy graphs: small random ones, and a transformer with given times."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RANKS = 2
 
 
 @st.composite
-def choice_graphs(draw: st.DrawFn, most: int = 4) -> StrategyGraph:
-    """Any small graph: branches, skips, several readers, shared kinds, shared weights, up to 3 choices a group."""
-    size, number = draw(st.integers(1, most)), st.integers(0, 9)
+def strategy_graphs(draw: st.DrawFn, max_groups: int = 4) -> StrategyGraph:
+    """Any small graph: branches, skips, several readers, shared kinds and weights, up to 3 strategies a group."""
+    size, number = draw(st.integers(1, max_groups)), st.integers(0, 9)
     sizes: dict[int, int] = {}
     groups: list[StrategyGroup] = []
     value_bytes: dict[str, int] = {}
@@ -29,40 +29,40 @@ def choice_graphs(draw: st.DrawFn, most: int = 4) -> StrategyGraph:
         reads = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), max_size=2)))) if value_bytes else ()
         makes = tuple(f"t{i}_{tensor}" for tensor in range(draw(st.integers(1, 2))))
         weights = tuple(sorted(draw(st.sets(st.sampled_from(("w0", "w1")), max_size=2))))
-        choices = []
+        strategies = []
         for k in range(sizes.setdefault(kind, draw(st.integers(1, 3)))):
             read, made = st.just(REPLICATED), st.just(REPLICATED)
             if k:
                 read, made = st.sampled_from(READABLE), st.sampled_from(MADE)
-            choices.append(
+            strategies.append(
                 ShardingStrategy(
                     f"c{k}", (), draw(number) * 1e-3, draw(number) * 1e-3, draw(number) * 1e-3, draw(number),
                     draw(number), tuple(draw(read) for _ in reads), tuple(draw(made) for _ in makes),
                     tuple(draw(read) for _ in weights),
                 )
             )  # fmt: skip
-        groups.append(StrategyGroup(f"g{i}", kind, reads, makes, weights, tuple(choices)))
+        groups.append(StrategyGroup(f"g{i}", kind, reads, makes, weights, tuple(strategies)))
         value_bytes |= {value: RANKS * draw(number) for value in makes}
     ends = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), min_size=1, max_size=2))))
     loss = ShardingStrategy("", (), 1e-3, 0.0, 0.0, 0, 0, (REPLICATED,) * len(ends), (), ())
-    conversions = {
+    resharding = {
         (value, made, read): ReshardingCost(draw(number) * 1e-3, draw(number) * 1e-3, draw(number))
         for value in value_bytes
         for made in MADE
         for read in READABLE
         if made != read
     }
-    return StrategyGraph((*groups, StrategyGroup("loss", -1, ends, (), (), (loss,))), value_bytes, conversions)
+    return StrategyGraph((*groups, StrategyGroup("loss", -1, ends, (), (), (loss,))), value_bytes, resharding)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Times of a block's parts on one rank, and of collectives over all ranks, in seconds."""
+    """Seconds of a block's parts on one rank, and of collectives over all ranks."""
 
     ranks: int = 2
     all_reduce: float = 0.30e-3
     gather: float = 0.15e-3  # and reduce-scatter
-    exchange: float = 0.08e-3
+    all_to_all: float = 0.08e-3
     seconds: Mapping[str, float] = field(
         default_factory=lambda: {
             "norm1": 0.15e-3, "qkv": 0.9e-3, "attend": 0.6e-3, "proj": 0.35e-3,
@@ -74,29 +74,33 @@ class Machine:
 SAVED, WEIGHTS = 12 * 2**20, 48 * 2**20
 
 
-def vit_choices(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> StrategyGraph:
-    """A chain of transformer blocks of 7 groups between a stem and a head; ``tokens``: whether tokens can be split."""
+def vit_strategies(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> StrategyGraph:
+    """Chain of transformer blocks of 7 groups between a stem and a head.
+
+    Args:
+        tokens: whether strategies may split tokens.
+    """
     groups = [_group("stem", 0, (), ("x0",), (_replicated(1e-3, 0, 1, 0),))]
     for b in range(blocks):
         groups += _block(b, machine, tokens)
     groups.append(_group("head", 8, (f"x{blocks}",), ("logits",), (_replicated(1e-4, 1, 1, 1),)))
     groups.append(_group("loss", 9, ("logits",), (), (_replicated(1e-5, 1, 0, 0),)))
     value_bytes = {value: SAVED for group in groups for value in group.makes}
-    conversions = {
-        (value, made, read): _conversion(machine, made, read)
+    resharding = {
+        (value, made, read): _resharding_cost(machine, made, read)
         for value in value_bytes
         for made in MADE
         for read in READABLE
         if made != read
     }
-    return StrategyGraph(tuple(groups), value_bytes, conversions)
+    return StrategyGraph(tuple(groups), value_bytes, resharding)
 
 
 def _group(
-    name: str, kind: int, reads: tuple[str, ...], makes: tuple[str, ...], choices: tuple[ShardingStrategy, ...]
+    name: str, kind: int, reads: tuple[str, ...], makes: tuple[str, ...], strategies: tuple[ShardingStrategy, ...]
 ) -> StrategyGroup:
-    weights = (f"{name}.weight",) if choices[0].weight_layouts else ()
-    return StrategyGroup(name, kind, reads, makes, weights, choices)
+    weights = (f"{name}.weight",) if strategies[0].weight_layouts else ()
+    return StrategyGroup(name, kind, reads, makes, weights, strategies)
 
 
 def _replicated(seconds: float, reads: int, makes: int, weights: int) -> ShardingStrategy:
@@ -122,42 +126,42 @@ def _block(b: int, machine: Machine, tokens: bool) -> list[StrategyGroup]:
 
         def split(
             label: str,
-            takes: tuple[Layout, ...],
-            gives: Layout,
-            stores: Layout | None,
+            inputs: tuple[Layout, ...],
+            output: Layout,
+            stored: Layout | None,
             forward: float = 0.0,
             local: float = local,
         ) -> ShardingStrategy:
-            weight = WEIGHTS if stores == BOTH else WEIGHTS // n
-            step = machine.all_reduce if stores == BOTH else 0.0
-            kept = (stores,) if stores is not None else ()
+            weight = WEIGHTS if stored == BOTH else WEIGHTS // n
+            step = machine.all_reduce if stored == BOTH else 0.0
+            kept = (stored,) if stored is not None else ()
             return ShardingStrategy(
-                label, (), local / 3 + forward, 2 * local / 3, step, SAVED // n, weight * len(kept), takes, (gives,),
+                label, (), local / 3 + forward, 2 * local / 3, step, SAVED // n, weight * len(kept), inputs, (output,),
                 kept,
             )  # fmt: skip
 
-        choices = [whole]
+        strategies = [whole]
         if name in ("qkv", "fc1"):
-            choices.append(split("column", (BOTH,), CHANNELS, ROWS))
-            choices += [split("tokens", (TOKENS,), TOKENS, BOTH)] * tokens
+            strategies.append(split("column", (BOTH,), CHANNELS, ROWS))
+            strategies += [split("tokens", (TOKENS,), TOKENS, BOTH)] * tokens
         elif name == "attend":
-            choices.append(split("heads", (CHANNELS,), CHANNELS, None))
+            strategies.append(split("heads", (CHANNELS,), CHANNELS, None))
         elif name in ("proj", "fc2"):
             # The backward of a reduce-scatter gathers; that of an all-reduce costs nothing.
-            choices.append(split("row", (CHANNELS, REPLICATED), REPLICATED, CHANNELS, machine.all_reduce))
+            strategies.append(split("row", (CHANNELS, REPLICATED), REPLICATED, CHANNELS, machine.all_reduce))
             scatter = split("row scatter", (CHANNELS, TOKENS), TOKENS, CHANNELS, 2 * machine.gather)
-            choices += [scatter, split("tokens", (TOKENS, TOKENS), TOKENS, BOTH)] * tokens
+            strategies += [scatter, split("tokens", (TOKENS, TOKENS), TOKENS, BOTH)] * tokens
         else:
-            choices += [split("tokens", (TOKENS,), TOKENS, BOTH)] * tokens
-        groups.append(_group(f"blocks.{b}.{name}", number + 1, reads[name], (value[name],), tuple(choices)))
+            strategies += [split("tokens", (TOKENS,), TOKENS, BOTH)] * tokens
+        groups.append(_group(f"blocks.{b}.{name}", number + 1, reads[name], (value[name],), tuple(strategies)))
     return groups
 
 
-def _conversion(machine: Machine, made: Layout, read: Layout) -> ReshardingCost:
+def _resharding_cost(machine: Machine, made: Layout, read: Layout) -> ReshardingCost:
     if made == REPLICATED:
         return ReshardingCost(0.0, machine.all_reduce if read == BOTH else machine.gather)
     if read == REPLICATED:
         return ReshardingCost(machine.gather, 0.0)
     if read == BOTH:
         return ReshardingCost(machine.gather, machine.gather)
-    return ReshardingCost(machine.exchange, machine.exchange)
+    return ReshardingCost(machine.all_to_all, machine.all_to_all)

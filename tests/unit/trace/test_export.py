@@ -1,0 +1,111 @@
+"""Models that cannot be exported: the error names file, line, code and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.traced import Body, X
+from torch import nn
+
+from autopar.errors import TraceError
+from autopar.trace.trace import trace
+
+
+class Square(torch.autograd.Function):
+    """Function whose backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def branches(self: Body, x: torch.Tensor) -> torch.Tensor:
+    return x if self.lin(x).sum() > 0 else -x  # branch
+
+
+def loops(self: Body, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(x.max())):  # loop
+        x = self.lin(x)
+    return x
+
+
+def to_numpy(self: Body, x: torch.Tensor) -> torch.Tensor:
+    return self.lin(x) + torch.from_numpy(x.detach().numpy())  # numpy
+
+
+def formats(self: Body, x: torch.Tensor) -> torch.Tensor:
+    print(f"{self.lin(x).mean():.3f}")  # print
+    return x
+
+
+def raises(self: Body, x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such head")  # own error
+
+
+REFUSED = {
+    "branch": (branches, "return x if self.lin(x).sum() > 0 else -x"),
+    "loop": (loops, "for _ in range(int(x.max())):"),
+    "numpy": (to_numpy, "torch.from_numpy(x.detach().numpy())"),
+    "print": (formats, 'print(f"{self.lin(x).mean():.3f}")'),
+    "own error": (raises, "ValueError: no such head"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_file_line_and_code(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    function, part = REFUSED[case]
+    line = next(i for i, code in enumerate(Path(__file__).read_text().splitlines(), 1) if code.endswith(f"  # {case}"))
+    with pytest.raises(TraceError) as caught:
+        trace(Body(function), (X.abs() + 2,))
+    message = str(caught.value)
+    assert (
+        f"Cannot trace Body in train mode at {__file__}:{line}, in {function.__name__}" in message and part in message
+    )
+    assert "def forward" not in capfd.readouterr().err  # torch prints the graph so far; a user gets the message only
+
+
+class Item(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.max().item()
+
+
+class Selects(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum() + x
+
+
+class Chooses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda v: v + 1, lambda v: v - 1, (x,))
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "remedy"),
+    [
+        (Item(), "return x * x.max().item()", "Keep it a tensor"),
+        (Chooses(), "return torch.cond(", "torch.where"),
+    ],
+)
+def test_what_export_takes_and_a_pipeline_cannot(model: nn.Module, code: str, remedy: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(model, (X,))
+    assert __file__ in str(caught.value) and code in str(caught.value) and remedy in str(caught.value)
+
+
+def test_sizes_that_depend_on_values() -> None:
+    with pytest.raises(TraceError, match="tensor"):
+        trace(Selects(), (X,))
+
+
+def test_a_backward_of_the_users_own_is_refused_not_dropped() -> None:
+    model = Body(lambda self, x: Square.apply(self.lin(x)))
+    with pytest.raises(TraceError, match=r"autograd\.Function Square .*detach"):
+        trace(model, (X,))
+    assert [op.name for op in trace(model, (X,), mode="eval").ops] == ["lin.linear", "mul"]

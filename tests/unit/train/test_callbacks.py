@@ -1,0 +1,58 @@
+"""Callbacks: the order of their hooks, logs, TensorBoard, checkpoints and the progress bar."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.train_cli import records
+from support.training import Record, digits, parallel, trainer
+
+from autopar.train import (
+    Checkpoints,
+    JsonLog,
+    ProgressBar,
+    TensorBoard,
+    evaluate,
+    evaluation_loader,
+    schedule,
+)
+
+
+def test_hooks_log_tensorboard_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture):
+    record = Record()
+    make = schedule("cosine", 2, 5, warmup_epochs=0)
+    with parallel(lr_scheduler=make) as pm:
+        callbacks = (
+            record, JsonLog(tmp_path), TensorBoard(tmp_path / "tb"), Checkpoints(tmp_path, every=3), ProgressBar(),
+        )  # fmt: skip
+        history = trainer(pm, schedule="timm", callbacks=callbacks).fit()
+        scored = evaluate(pm, evaluation_loader(digits(), 16, pm).epoch(1))
+    steps, epochs = records(tmp_path / "steps.jsonl"), records(tmp_path / "history.jsonl")
+    assert [(s["epoch"], s["step"], s["update"]) for s in steps] == [(1 + i // 5, 1 + i % 5, 1 + i) for i in range(10)]
+    assert [s["lr"] for s in steps] == [3e-3] * 5 + [pytest.approx(1.5e-3)] * 5
+    assert [e["epoch"] for e in epochs] == [1, 2] and [e["update"] for e in epochs] == [5, 10]
+    assert epochs[0]["loss"] == pytest.approx(sum(s["loss"] for s in steps[:5]) / 5)
+    assert epochs[1]["accuracy"] == history[1].accuracy == scored.accuracy
+    assert epochs[1]["test_loss"] == pytest.approx(scored.loss) and epochs[1]["top5"] == scored.top5 > scored.accuracy
+    assert all(s["samples_per_second"] > 0 and s["peak_bytes"] > 0 and not s["skipped"] for s in steps)
+    best = "best" if epochs[1]["best"] else None
+    expected = ["start", *(f"step 1.{i}" for i in (1, 2, 3)), "last", "step 1.4", "step 1.5", "epoch 1", "best", "last"]
+    expected += ["step 2.1", "last", "step 2.2", "step 2.3", "step 2.4", "last", "step 2.5", "epoch 2", best, "last"]
+    assert record.calls == [*filter(None, expected), "end"]
+    assert {path.name for path in tmp_path.iterdir()} >= {"last", "best", "tb"}
+    assert re.search(
+        r"^epoch 2/2  loss +\d\.\d+  accuracy .* %  lr 1\.5e-03  .* samples/s  ", capsys.readouterr().out, re.M
+    )
+    scalars = tensorboard(tmp_path / "tb")
+    assert scalars["train/loss"] == [pytest.approx(s["loss"]) for s in steps]
+    assert scalars["epoch/accuracy"] == [pytest.approx(e["accuracy"]) for e in epochs]
+
+
+def tensorboard(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

@@ -1,0 +1,143 @@
+"""Ctrl-C during training: the run saves where it stands, and can be resumed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.train_cli import losses, records
+from support.training import ADAMW, Record, parallel, trainer
+from timm.utils import ModelEmaV3
+from torch import nn
+
+import autopar
+from autopar.train import (
+    Callback,
+    Checkpoints,
+    JsonLog,
+    Trainer,
+    schedule,
+)
+from autopar.train.run.interrupt import deferred_interrupts
+
+
+class Noisy(nn.Sequential):
+    """Drops out in evaluation too, so that what an evaluation drew decides on what comes after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1, training=True)
+
+
+class Signal:
+    """A loader that has Ctrl-C pressed after so many batches of all epochs, counted from 0."""
+
+    def __init__(self, inner, at: int) -> None:
+        self.inner, self.left = inner, at
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def epoch(self, number: int, first: int = 0):
+        for batch in self.inner.epoch(number, first):
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            self.left -= 1
+            yield batch
+
+
+class Pressed(Callback):
+    """Ctrl-C is pressed when the first epoch is told."""
+
+    def on_epoch(self, trainer: autopar.train.TrainerView, report) -> None:
+        if report.epoch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+NEVER = 99
+
+
+# An epoch has 5 updates, and 8 batches of evaluation: 4 of the weights and 4 of the averages.
+@pytest.mark.parametrize(
+    ("training", "testing", "pressed", "where"),
+    [
+        (2, NEVER, (), (1, 3)),
+        (4, NEVER, (), (1, 5)),
+        (NEVER, 2, (), (1, 5)),
+        (NEVER, 13, (), (2, 5)),
+        (NEVER, NEVER, (Pressed(),), (2, 0)),
+    ],
+)
+def test_ctrl_c_saves_where_the_run_stands(
+    training: int, testing: int, pressed: tuple[Callback, ...], where: tuple[int, int], tmp_path: Path
+):
+    make = schedule("cosine", 2, 5, warmup_epochs=1, step_on_epochs=False)
+    ema = functools.partial(ModelEmaV3, decay=0.5)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def model() -> autopar.ParallelModel:
+        torch.manual_seed(0)
+        noisy = Noisy(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
+        return autopar.parallelize(
+            noisy, 1, torch.empty(20, 1, 8, 8), optimizer=ADAMW, lr_scheduler=make, ema=ema, microbatches=1
+        )
+
+    def run(pm: autopar.ParallelModel, folder: Path, *more: Callback) -> Trainer:
+        callbacks = (*more, JsonLog(folder), Checkpoints(folder))
+        return trainer(pm, schedule="timm", ema=True, callbacks=callbacks)
+
+    with model() as pm:
+        expected, state = run(pm, whole).fit(), pm.state_dict()
+    record = Record()
+    with model() as pm:
+        interrupted = run(pm, cut, *pressed, record)
+        assert interrupted.eval_loader is not None
+        interrupted.train_loader = Signal(interrupted.train_loader, training)
+        interrupted.eval_loader = Signal(interrupted.eval_loader, testing)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.fit()
+        assert (interrupted.position.epoch, interrupted.position.step) == where
+        assert interrupted.saved == interrupted.position and interrupted.checkpoint == cut / "last"
+    assert record.calls[-2:] == ["last", "end"] and record.calls.count("last") == max(1, where[0] - (where[1] == 0))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with model() as pm:
+        again = run(pm, cut)
+        again.resume(cut / "last")
+        assert (again.position.epoch, again.position.step) == where
+        history = again.fit()
+        assert all(torch.equal(t, state[name]) for name, t in pm.state_dict().items())
+    assert losses(cut) == losses(whole)
+    assert [(h.loss, h.accuracy, h.ema_accuracy) for h in history] == [
+        (pytest.approx(h.loss, abs=1e-12), h.accuracy, h.ema_accuracy) for h in expected
+    ]
+    assert [line["epoch"] for line in records(cut / "history.jsonl")] == [1, 2]
+
+
+class Twice(Callback):
+    """Ctrl-C is pressed twice during the second update."""
+
+    def on_step(self, trainer: autopar.train.TrainerView, report) -> None:
+        if report.update == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("went on")
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path):
+    with parallel() as pm, pytest.raises(KeyboardInterrupt):
+        trainer(pm, callbacks=(Twice(), Checkpoints(tmp_path))).fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handler_of_the_callers_own_stays():
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with deferred_interrupts() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (heard, interrupt.requested) == ([signal.SIGINT], False)
+    finally:
+        signal.signal(signal.SIGINT, before)
