@@ -29,7 +29,7 @@ class Case:
     """One measurement to make.
 
     Args:
-        variant: of the kind, such as "forward", "gelu" or "gathered_linear".
+        variant: of the kind, such as "forward", "gelu" or "all_gather_linear".
         sizes: their meaning depends on the kind, see `Sizes`.
         ranks: of the group of a collective, 2 for a message, otherwise 1.
         fusion: of the kind "overlap"; otherwise empty.

@@ -60,12 +60,12 @@ def hidden(model: Graph, peak: float = 1e6, factors: dict | None = None) -> tupl
 
 # Seconds of the products that run beside the collective, at 1e6 FLOP/s; of the collective, at most 1e-3 and bytes.
 CASES = {
-    "summed_linear": (behind("sum_gradient", ("tp",), (2, 4)), (0.0, 64e-6), (0.0, 1e-3 + 32e-6)),
-    "gathered_linear": (behind("all_gather", GATHER_COLUMNS, (2, 2)), (0.0, 64e-6), (0.0, 1e-3 + 16e-6)),
-    "gathered_rows_linear": (
+    "linear_with_async_grad_allreduce": (behind("sum_gradient", ("tp",), (2, 4)), (0.0, 64e-6), (0.0, 1e-3 + 32e-6)),
+    "all_gather_linear": (behind("all_gather", GATHER_COLUMNS, (2, 2)), (0.0, 64e-6), (0.0, 1e-3 + 16e-6)),
+    "pipelined_all_gather_linear": (
         behind("all_gather", GATHER_ROWS, (1, 4)), (32e-6, 64e-6), (1e-3 + 16e-6, 1e-3 + 16e-6),
     ),
-    "scattered_rows_linear": (before(), (32e-6, 32e-6), (1e-3 + 16e-6, 1e-3 + 16e-6)),
+    "pipelined_linear_reduce_scatter": (before(), (32e-6, 32e-6), (1e-3 + 16e-6, 1e-3 + 16e-6)),
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_a_product_hides_as_much_as_it_takes_and_a_collective_no_more_than_that(
 
 
 def test_a_measured_layer_hides_what_was_measured() -> None:
-    model = CASES["gathered_rows_linear"][0]
+    model = CASES["pipelined_all_gather_linear"][0]
     assert hidden(model, factors={"fc": Factor(2.0, 3.0)}) == pytest.approx([SHARE * 64e-6, SHARE * 192e-6])
 
 

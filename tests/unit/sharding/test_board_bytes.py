@@ -158,10 +158,10 @@ def test_layers_take_what_was_reserved_for_the_operations_in_their_place(
     # Layers of 11 columns, what they take; the operations in whose place they are, what those take.
     part, rows, made = (7, 3, 5), (7 * ranks, 3, 5), (7 * ranks, 3, 11)
     layers = [
-        ("gathered_linear", part, (1, 1, ranks, AXIS), "all_gather", part, (1, 1, ranks, AXIS, True)),
-        ("summed_linear", part, (AXIS,), "sum_gradient", part, (AXIS,)),
-        ("gathered_rows_linear", part, (ranks, AXIS), "all_gather", part, (0, 1, ranks, AXIS, True)),
-        ("scattered_rows_linear", rows, (ranks, AXIS), "reduce_scatter", made, (0, 1, ranks, AXIS)),
+        ("all_gather_linear", part, (1, 1, ranks, AXIS), "all_gather", part, (1, 1, ranks, AXIS, True)),
+        ("linear_with_async_grad_allreduce", part, (AXIS,), "sum_gradient", part, (AXIS,)),
+        ("pipelined_all_gather_linear", part, (ranks, AXIS), "all_gather", part, (0, 1, ranks, AXIS, True)),
+        ("pipelined_linear_reduce_scatter", rows, (ranks, AXIS), "reduce_scatter", made, (0, 1, ranks, AXIS)),
     ]
     for (name, x, args, instead, shape, where), weight_trained in itertools.product(layers, (True, False)):
         boards = registered(ranks)
@@ -190,13 +190,13 @@ def test_what_is_not_reserved_is_told(registered: Any) -> None:
         message = f"^{what} of 2 ranks takes {num} bytes of each rank's buffer, 80 were reserved"
         with pytest.raises(AssertionError, match=message):
             run_everywhere(boards, operator(f"autopar.{name}.default"), [(4, 6)], args, torch.float32, [False])
-    layer = operator("autopar.gathered_rows_linear.default")
+    layer = operator("autopar.pipelined_all_gather_linear.default")
     with pytest.raises(AssertionError, match=r"^a linear layer's all-gather of 2 ranks takes 96 bytes"):
         run_everywhere(boards, layer, [(2, 6), (3, 6), (3,)], (2, AXIS), torch.float32, [False] * 3)
-    layer = operator("autopar.scattered_rows_linear.default")
+    layer = operator("autopar.pipelined_linear_reduce_scatter.default")
     with pytest.raises(AssertionError, match=r"^a linear layer's reduce-scatter of 2 ranks takes 96 bytes"):
         run_everywhere(boards, layer, [(4, 3), (6, 3), (6,)], (2, AXIS), torch.float32, [False] * 3)
-    summed = operator("autopar.summed_linear.default")
+    summed = operator("autopar.linear_with_async_grad_allreduce.default")
     with pytest.raises(AssertionError, match=r"^an all-reduce of 2 ranks takes 96 bytes"):
         run_everywhere(boards, summed, [(4, 6), (3, 6), (3,)], (AXIS,), torch.float32, [True] * 3)
 
