@@ -14,7 +14,7 @@ from torch import Tensor
 
 import autopar.ops.registry  # noqa: F401  (it imports all that define operators)
 from autopar.ir.hardware import CollectiveKind
-from autopar.measure.machine.cases import UNFUSED, Case
+from autopar.measure.machine.cases import Case
 from autopar.measure.machine.points import OpCounts
 from autopar.measure.timer import Workload
 
@@ -87,7 +87,7 @@ def layer_shape(case: Case) -> LayerShape:
 def layer_workload(case: Case, axis: str, device: torch.device) -> Workload:
     """A run of the layer's forward, and of its backward for the input and the weight."""
     shape, dtype, op = layer_shape(case), getattr(torch, case.dtype), ASYNC_TP_OPS[case.variant]
-    layer = op.unfused if case.fusion == UNFUSED else op.fused
+    layer = op.unfused if case.fusion == "unfused" else op.fused
     rows = shape.rows // (case.ranks if op.kinds[0] == "all-gather" else 1)
     sizes = (IMAGES, rows // IMAGES) if case.variant == "all_gather_linear" else (rows,)
     x = torch.randn(*sizes, shape.in_features, device=device, dtype=dtype, requires_grad=True)

@@ -17,6 +17,8 @@ RENAMED_WORDS: Mapping[str, Any] = {  # of kinds and names in files of users: ea
     "summed_linear": "linear_with_async_grad_allreduce",
     "gathered_rows_linear": "pipelined_all_gather_linear",
     "scattered_rows_linear": "pipelined_linear_reduce_scatter",
+    "apart": "unfused",
+    "joined": "fused",
 }
 MAX_STEADY_SPREAD = 0.25  # a larger spread means that something else was using the machine
 
