@@ -1,4 +1,4 @@
-"""Which linear layers take over the collective before them."""
+"""Linear layers fused with the collective before or after them."""
 
 from __future__ import annotations
 
