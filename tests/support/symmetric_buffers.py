@@ -1,4 +1,4 @@
-"""Boards of ranks that are threads: tensors of one process."""
+"""Buffers of ranks that are threads: tensors of one process."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ import torch
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 
 
-class ThreadBoards:
+class ThreadBuffers:
     """A rank's view of what all threads share. Behind each barrier one of them is late, the others run ahead.
 
     ``num_bytes`` are those that were reserved of it, ``taken`` most that was used at once.
     """
 
     def __init__(
-        self, rank: int, boards: torch.Tensor, waiting: threading.Barrier, late_seconds: float = 0.003
+        self, rank: int, buffers: torch.Tensor, waiting: threading.Barrier, late_seconds: float = 0.003
     ) -> None:
-        self.rank, self.boards, self.waiting, self.late_seconds = rank, boards, waiting, late_seconds
+        self.rank, self.buffers, self.waiting, self.late_seconds = rank, buffers, waiting, late_seconds
         self.seed = random.Random(0)  # all ranks draw the same
         self.num_bytes = self.taken = 0
 
     def reserve(self, num_bytes: int) -> None:
-        assert num_bytes <= self.boards.shape[1]
+        assert num_bytes <= self.buffers.shape[1]
         self.num_bytes = max(self.num_bytes, num_bytes)
 
     def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         self.taken = max(self.taken, size)
-        return self.boards[rank, :size].view(dtype).view(tuple(shape))
+        return self.buffers[rank, :size].view(dtype).view(tuple(shape))
 
     def barrier(self) -> None:
         self.waiting.wait(timeout=30)
-        if self.late_seconds and self.seed.randrange(len(self.boards)) == self.rank:
+        if self.late_seconds and self.seed.randrange(len(self.buffers)) == self.rank:
             time.sleep(self.late_seconds)
 
     def spoil(self) -> None:
         """What a next collective may do once this rank is through with one: write anywhere."""
-        self.boards.fill_(255)
+        self.buffers.fill_(255)
         self.barrier()
 
 
-def thread_boards(ranks: int, capacity: int, late_seconds: float = 0.003) -> list[ThreadBoards]:
-    """Each rank's view of new boards."""
+def thread_buffers(ranks: int, capacity: int, late_seconds: float = 0.003) -> list[ThreadBuffers]:
+    """Each rank's view of new buffers."""
     shared, waiting = torch.full([ranks, capacity], 255, dtype=torch.uint8), threading.Barrier(ranks)
-    return [ThreadBoards(rank, shared, waiting, late_seconds) for rank in range(ranks)]
+    return [ThreadBuffers(rank, shared, waiting, late_seconds) for rank in range(ranks)]
 
 
 def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tensor], Any]) -> list[list[Any]]:
@@ -61,14 +61,14 @@ def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tenso
     """
     ranks, capacity = own.shape[1], 4096
 
-    def rounds(boards: ThreadBoards) -> list[Any]:
-        boards.reserve(capacity)
-        member = SymmetricCommunicator(boards.rank, ranks, boards)
+    def rounds(buffers: ThreadBuffers) -> list[Any]:
+        buffers.reserve(capacity)
+        member = SymmetricCommunicator(buffers.rank, ranks, buffers)
         results = []
-        for given in own[:, boards.rank]:
+        for given in own[:, buffers.rank]:
             results.append(call(member, given))
-            boards.spoil()
+            buffers.spoil()
         return results
 
     with ThreadPoolExecutor(ranks) as pool:
-        return [list(of_all) for of_all in zip(*pool.map(rounds, thread_boards(ranks, capacity)), strict=True)]
+        return [list(of_all) for of_all in zip(*pool.map(rounds, thread_buffers(ranks, capacity)), strict=True)]
