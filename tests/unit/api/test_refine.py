@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.choice_graphs import RANKS, choice_graphs, vit_choices
 from support.effort import examples
 from support.joint_problems import brute_force, step_seconds
+from support.strategy_graphs import RANKS, strategy_graphs, vit_strategies
 
 from autopar.api.planning.costs import PlanCosts
 from autopar.api.planning.refine import refine
@@ -118,7 +118,7 @@ def cost_of(plan: Plan, graph: Graph, problem: JointProblem) -> float:
 
 @st.composite
 def questions(draw: st.DrawFn, microbatches: st.SearchStrategy[int]) -> tuple[Constraints, JointProblem]:
-    choices = draw(choice_graphs())
+    choices = draw(strategy_graphs())
     real = len(choices.groups) - 1
     stages, m = draw(st.integers(1, min(3, real))), draw(microbatches)
     pins = {draw(st.integers(0, real - 1)): draw(st.integers(0, stages - 1))} if draw(st.integers(0, 3)) == 0 else {}
@@ -159,7 +159,7 @@ def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, Jo
 
 
 def test_a_model_too_large_for_the_joint_model_is_bounded_by_its_shardings() -> None:
-    choices = vit_choices(60)
+    choices = vit_strategies(60)
     for stages, method in ((1, "shardings"), (8, "shardings then cuts")):
         asked = Constraints(RANKS * stages, batch=32, pp=stages, tp=RANKS, dp=1, microbatches=32)
         fast = replace(MACHINE, link=Link(1e-6, 1e12))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
 from support.effort import examples
 from support.joint_problems import allowed, brute_force, memory, step_seconds
+from support.strategy_graphs import RANKS, Machine, strategy_graphs, vit_strategies
 
 from autopar.errors import UsageError
 from autopar.ir.hardware import Link
@@ -25,7 +25,7 @@ from autopar.solve.shardings.solve import lower_bound_seconds, solve_shardings
 @st.composite
 def problems(draw: st.DrawFn, rules: bool = True) -> JointProblem:
     """``rules``: with capacities, pins, and groups that stay together."""
-    graph = draw(choice_graphs())
+    graph = draw(strategy_graphs())
     real = len(graph.groups) - 1
     stages = draw(st.integers(1, min(3, real)))
     pins, together = {}, ()
@@ -113,7 +113,7 @@ def vit_problem(graph: StrategyGraph, stages: int, microbatches: int = 8, **rest
 
 
 def test_the_decomposition_is_certified_where_memory_does_not_bind() -> None:
-    graph = vit_choices(6)
+    graph = vit_strategies(6)
     fastest = solve_shardings(graph, 8 + 1)
     joint = solved(vit_problem(graph, 2))
     bound = lower_bound_seconds(graph, fastest, 2, 8)
@@ -123,7 +123,7 @@ def test_the_decomposition_is_certified_where_memory_does_not_bind() -> None:
 
 def test_little_memory_shards_what_is_fastest_whole() -> None:
     """Replicated is fastest here; the capacity admits it on no stage."""
-    graph = vit_choices(3, Machine(all_reduce=2e-3, gather=1e-3), tokens=False)
+    graph = vit_strategies(3, Machine(all_reduce=2e-3, gather=1e-3), tokens=False)
     free = solved(vit_problem(graph, 2))
     assert set(free.strategy_index) == {0}
     needs = memory(vit_problem(graph, 2), free.strategy_index, free.stage_of)
@@ -137,7 +137,7 @@ def test_little_memory_shards_what_is_fastest_whole() -> None:
 
 
 def test_out_of_time_the_known_solution_stands_in_with_an_honest_gap() -> None:
-    graph = vit_choices(6)
+    graph = vit_strategies(6)
     problem = vit_problem(graph, 4, time_limit_seconds=0.0)
     quarter = len(graph.groups) // 4
     known = Assignment((0,) * len(graph.groups), tuple(min(g // quarter, 3) for g in range(len(graph.groups))))
@@ -155,4 +155,4 @@ def test_out_of_time_the_known_solution_stands_in_with_an_honest_gap() -> None:
 
 def test_pins_against_the_order_name_both_groups() -> None:
     with pytest.raises(UsageError, match=r"blocks.1.qkv is pinned to stage 0, and reads what comes from blocks.0.fc2"):
-        solve_joint(vit_problem(vit_choices(2), 2, pins={7: 1, 9: 0}))
+        solve_joint(vit_problem(vit_strategies(2), 2, pins={7: 1, 9: 0}))

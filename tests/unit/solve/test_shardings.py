@@ -9,8 +9,8 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 from support.effort import examples
+from support.strategy_graphs import BOTH, Machine, strategy_graphs, vit_strategies
 
 from autopar.ir.layout import REPLICATED
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
@@ -54,7 +54,7 @@ def memory(graph: StrategyGraph, picks: tuple[int, ...], in_flight: int) -> int:
 
 
 @given(
-    choice_graphs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from((0.0, 1e-4, 1e-2)),
+    strategy_graphs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from((0.0, 1e-4, 1e-2)),
     st.sampled_from(["HiGHS"] * 9 + ["CBC"]),
 )  # fmt: skip
 @settings(max_examples=examples(150), deadline=None)
@@ -98,7 +98,7 @@ def all_reduces(graph: StrategyGraph, found: Shardings) -> tuple[int, int]:
 
 
 def test_without_token_splits_the_optimum_is_column_and_row() -> None:
-    graph = vit_choices(4, tokens=False)
+    graph = vit_strategies(4, tokens=False)
     found = solve_shardings(graph, 8)
     for block in range(4):
         assert labels(graph, found, block) == {
@@ -112,7 +112,7 @@ def test_without_token_splits_the_optimum_is_column_and_row() -> None:
 
 
 def test_dear_collectives_leave_everything_replicated() -> None:
-    graph = vit_choices(4, Machine(all_reduce=3e-3), tokens=False)
+    graph = vit_strategies(4, Machine(all_reduce=3e-3), tokens=False)
     found = solve_shardings(graph, 8)
     assert set(found.strategy_index) == {0}
     assert found.step_seconds == 0
@@ -129,20 +129,20 @@ def with_whole_linears(graph: StrategyGraph) -> StrategyGraph:
 
 def test_tokens_are_gathered_and_scattered_around_the_linears_where_that_is_cheaper() -> None:
     """An all-reduce is a reduce-scatter and an all-gather; between them the norms run on split tokens."""
-    graph = with_whole_linears(vit_choices(4))
+    graph = with_whole_linears(vit_strategies(4))
     found = solve_shardings(graph, 32)
     assert labels(graph, found, 1) == {
         "norm1": "tokens", "qkv": "column", "attend": "heads", "proj": "row scatter",
         "norm2": "tokens", "fc1": "column", "fc2": "row scatter",
     }  # fmt: skip
     assert all_reduces(graph, found) == (0, 0)
-    dear = with_whole_linears(vit_choices(4, Machine(gather=0.3e-3)))
+    dear = with_whole_linears(vit_strategies(4, Machine(gather=0.3e-3)))
     assert labels(dear, solve_shardings(dear, 32), 1)["norm1"] == "replicated"
     assert all_reduces(dear, solve_shardings(dear, 32)) == (8, 8)
 
 
 def test_with_many_microbatches_tokens_stay_split_and_are_exchanged_around_attention() -> None:
-    graph = vit_choices(4)
+    graph = vit_strategies(4)
     found = solve_shardings(graph, 64)
     assert Counter(labels(graph, found, 2).values()) == {"tokens": 6, "heads": 1}
 
@@ -155,13 +155,13 @@ def test_the_program_does_not_grow_with_depth() -> None:
             len(sharding_program(graph, ObjectiveWeights(8)).lp.variables()),
         )
         for blocks in (3, 40)
-        for graph in (vit_choices(blocks),)
+        for graph in (vit_strategies(blocks),)
     }
     assert sizes[3] == sizes[40]
 
 
 def test_a_model_whose_blocks_share_no_kind_has_the_same_optimum() -> None:
-    graph = vit_choices(12)
+    graph = vit_strategies(12)
     alone = replace(graph, groups=tuple(replace(g, kind=i) for i, g in enumerate(graph.groups)))
     ours, theirs = solve_shardings(graph, 8), solve_shardings(alone, 8)
     assert theirs.objective_seconds == pytest.approx(ours.objective_seconds, rel=2e-4)
@@ -169,14 +169,14 @@ def test_a_model_whose_blocks_share_no_kind_has_the_same_optimum() -> None:
 
 
 def test_out_of_time_everything_is_replicated_with_an_honest_gap() -> None:
-    found = solve_shardings(vit_choices(4), 8, time_limit_seconds=0.0)
+    found = solve_shardings(vit_strategies(4), 8, time_limit_seconds=0.0)
     assert (set(found.strategy_index), found.solver.status) == ({0}, "time limit")
     assert 0 < found.bound_seconds < found.seconds
     assert found.solver.gap == pytest.approx(1 - found.objective_bound_seconds / found.objective_seconds)
     assert found.solver.gap > 0.1
 
 
-@given(choice_graphs())
+@given(strategy_graphs())
 @settings(max_examples=examples(60), deadline=None)
 def test_pareto_runs_from_the_fastest_to_the_least_memory(graph: StrategyGraph) -> None:
     found = list(pareto(graph, 2, 2))
@@ -189,7 +189,7 @@ def test_pareto_runs_from_the_fastest_to_the_least_memory(graph: StrategyGraph) 
 
 def test_pareto_of_a_transformer() -> None:
     """Dear collectives: replicated is fastest, and sharding buys memory."""
-    graph = vit_choices(4, Machine(all_reduce=2e-3, gather=1e-3, exchange=1e-3), tokens=False)
+    graph = vit_strategies(4, Machine(all_reduce=2e-3, gather=1e-3, exchange=1e-3), tokens=False)
     found = list(pareto(graph, 8))
     assert [f"{f.seconds * 1e3:.2f} ms, {f.memory_bytes / 2**20:.0f} MiB" for f in found] == [
         "19.11 ms, 1572 MiB",

@@ -1,4 +1,4 @@
-"""Choice graphs for the tests: small random ones, and a transformer priced by hand."""
+"""Strategy graphs for the tests: small random ones, and a transformer priced by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 2
 
 
 @st.composite
-def choice_graphs(draw: st.DrawFn, most: int = 4) -> StrategyGraph:
+def strategy_graphs(draw: st.DrawFn, most: int = 4) -> StrategyGraph:
     """Any small graph: branches, skips, several readers, shared kinds, shared weights, up to 3 choices a group."""
     size, number = draw(st.integers(1, most)), st.integers(0, 9)
     sizes: dict[int, int] = {}
@@ -74,7 +74,7 @@ class Machine:
 SAVED, WEIGHTS = 12 * 2**20, 48 * 2**20
 
 
-def vit_choices(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> StrategyGraph:
+def vit_strategies(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> StrategyGraph:
     """A chain of transformer blocks of 7 groups between a stem and a head; ``tokens``: whether tokens can be split."""
     groups = [_group("stem", 0, (), ("x0",), (_replicated(1e-3, 0, 1, 0),))]
     for b in range(blocks):
