@@ -13,10 +13,10 @@ dtype (`autopar.sharding.reshard.COLLECTIVES`); ``pad``, ``first_rank`` and ``sh
 
 | operator | forward | backward | replaces |
 |---|---|---|---|
-| gathered_linear | all-gather | reduce-scatter | all_gather with a partial gradient |
-| summed_linear | | all-reduce | sum_gradient |
-| gathered_rows_linear | all ranks' rows | reduce-scatter | all_gather with a partial gradient |
-| scattered_rows_linear | all ranks' rows | all ranks' rows, or all-gather | reduce_scatter |
+| all_gather_linear | all-gather | reduce-scatter | all_gather with a partial gradient |
+| linear_with_async_grad_allreduce | | all-reduce | sum_gradient |
+| pipelined_all_gather_linear | all ranks' rows | reduce-scatter | all_gather with a partial gradient |
+| pipelined_linear_reduce_scatter | all ranks' rows | all ranks' rows, or all-gather | reduce_scatter |
 
 All ranks' rows (``publish``, ``push_shard``) are the whole tensor: more than an all-gather needs, and as much as the
 reduce-scatter of the other direction. Both directions therefore count wherever there is a gradient, even in programs

@@ -28,7 +28,7 @@ class FusableLinear:
     @property
     def first(self) -> Op:
         """The operation whose result the other one reads."""
-        return self.layer if self.operator == "scattered_rows_linear" else self.collective
+        return self.layer if self.operator == "pipelined_linear_reduce_scatter" else self.collective
 
 
 def find_fusable(ops: Sequence[Op], kept: Collection[str]) -> Iterator[FusableLinear]:
@@ -65,12 +65,14 @@ def before_layer(step: ReshardStep | None, trained: bool) -> str | None:
     if step is None or not trained:
         return None
     if step.name == "sum_gradient":
-        return "summed_linear"
+        return "linear_with_async_grad_allreduce"
     if step.name != "all_gather" or step.args[-1] is not True:  # whether the gradient is partial
         return None
-    return "gathered_rows_linear" if step.args[:2] == FIRST_DIM else "gathered_linear"
+    return "pipelined_all_gather_linear" if step.args[:2] == FIRST_DIM else "all_gather_linear"
 
 
 def after_layer(step: ReshardStep | None) -> str | None:
     """As `before_layer`, for a step that reads the layer's output."""
-    return "scattered_rows_linear" if step and step.name == "reduce_scatter" and step.args[:2] == FIRST_DIM else None
+    if step is None or step.name != "reduce_scatter" or step.args[:2] != FIRST_DIM:
+        return None
+    return "pipelined_linear_reduce_scatter"

@@ -32,9 +32,9 @@ def fused_op(pair: FusableLinear) -> Op:
     layer_first = pair.first is pair.layer
     x: Any = given["input"] if layer_first else collective.args[0]
     axis_args: tuple[Any, ...] = collective.args[1:]
-    if pair.operator == "gathered_linear":
+    if pair.operator == "all_gather_linear":
         axis_args = axis_args[:-1]  # its gradient is partial
-    elif pair.operator == "gathered_rows_linear":
+    elif pair.operator == "pipelined_all_gather_linear":
         axis_args = axis_args[2:-1]
     elif layer_first:
         axis_args = axis_args[2:]

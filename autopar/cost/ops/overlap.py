@@ -24,10 +24,10 @@ class OverlapWindow:
 # By the fused operator and the number of ranks. In a forward, the GEMM of one rank's rows overlaps with the transfer of
 # another's. In a backward, the weight's gradient is computed while the input's gradient is reduced.
 OVERLAP_WINDOWS: Mapping[str, Callable[[int], OverlapWindow]] = {
-    "gathered_linear": lambda ranks: OverlapWindow(0.0, 1 / 2),
-    "summed_linear": lambda ranks: OverlapWindow(0.0, 1 / 2),
-    "gathered_rows_linear": lambda ranks: OverlapWindow(1 / ranks, 1 / 2),
-    "scattered_rows_linear": lambda ranks: OverlapWindow(1 - 1 / ranks, 1 / ranks / 2),
+    "all_gather_linear": lambda ranks: OverlapWindow(0.0, 1 / 2),
+    "linear_with_async_grad_allreduce": lambda ranks: OverlapWindow(0.0, 1 / 2),
+    "pipelined_all_gather_linear": lambda ranks: OverlapWindow(1 / ranks, 1 / 2),
+    "pipelined_linear_reduce_scatter": lambda ranks: OverlapWindow(1 - 1 / ranks, 1 / ranks / 2),
 }
 
 

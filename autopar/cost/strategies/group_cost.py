@@ -1,7 +1,7 @@
 """Cost on one rank of one sharding of a group: seconds and bytes of its operations, and resharding inside the group.
 
 Error: compared with `price` of the local graph that `shard_graph` makes of the same strategies, on ViT, Swin,
-ConvNeXt, ResNet-18 and Mixer with 2 and 4 ranks (tests/unit/cost/test_choices.py). Seconds agree to 0.1 % for
+ConvNeXt, ResNet-18 and Mixer with 2 and 4 ranks (tests/unit/cost/test_strategies.py). Seconds agree to 0.1 % for
 shardings that no change of one kind improves. For arbitrary shardings they agree to 6 %: a partial value that is read
 in several layouts is reduced once per layout in the graph, but reduced once and then gathered here. Weights and their
 seconds per step agree exactly. Saved bytes agree to 3 %, and for arbitrary shardings to 7 %. A tensor that several

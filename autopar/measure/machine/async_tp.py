@@ -14,12 +14,12 @@ from torch import Tensor
 
 import autopar.ops.registry  # noqa: F401  (it imports all that define operators)
 from autopar.ir.hardware import CollectiveKind
-from autopar.measure.machine.cases import UNFUSED, Case
+from autopar.measure.machine.cases import Case
 from autopar.measure.machine.points import OpCounts
 from autopar.measure.timer import Workload
 
 LayerFunction = Callable[[Tensor, Tensor, int, str], Tensor]  # (input, weight, ranks, name of the axis) -> output
-IMAGES = 2  # images of a batch; gathered_linear gathers their tokens along dim 1
+IMAGES = 2  # images of a batch; all_gather_linear gathers their tokens along dim 1
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class AsyncTPOp:
 
 
 ASYNC_TP_OPS: Mapping[str, AsyncTPOp] = {
-    "gathered_linear": AsyncTPOp(
+    "all_gather_linear": AsyncTPOp(
         ("all-gather", "reduce-scatter"),
         lambda x, w, ranks, axis: F.linear(torch.ops.autopar.all_gather(x, 1, 1, ranks, axis, True), w),
-        lambda x, w, ranks, axis: torch.ops.autopar.gathered_linear(x, w, None, 1, 1, ranks, axis),
+        lambda x, w, ranks, axis: torch.ops.autopar.all_gather_linear(x, w, None, 1, 1, ranks, axis),
     ),
-    "summed_linear": AsyncTPOp(
+    "linear_with_async_grad_allreduce": AsyncTPOp(
         (None, "all-reduce"),
         lambda x, w, ranks, axis: F.linear(torch.ops.autopar.sum_gradient(x, axis), w),
-        lambda x, w, ranks, axis: torch.ops.autopar.summed_linear(x, w, None, axis),
+        lambda x, w, ranks, axis: torch.ops.autopar.linear_with_async_grad_allreduce(x, w, None, axis),
     ),
-    "gathered_rows_linear": AsyncTPOp(
+    "pipelined_all_gather_linear": AsyncTPOp(
         ("all-gather", "reduce-scatter"),
         lambda x, w, ranks, axis: F.linear(torch.ops.autopar.all_gather(x, 0, 1, ranks, axis, True), w),
-        lambda x, w, ranks, axis: torch.ops.autopar.gathered_rows_linear(x, w, None, ranks, axis),
+        lambda x, w, ranks, axis: torch.ops.autopar.pipelined_all_gather_linear(x, w, None, ranks, axis),
     ),
-    "scattered_rows_linear": AsyncTPOp(
+    "pipelined_linear_reduce_scatter": AsyncTPOp(
         ("reduce-scatter", "all-gather"),
         lambda x, w, ranks, axis: torch.ops.autopar.reduce_scatter(F.linear(x, w), 0, 1, ranks, axis),
-        lambda x, w, ranks, axis: torch.ops.autopar.scattered_rows_linear(x, w, None, ranks, axis),
+        lambda x, w, ranks, axis: torch.ops.autopar.pipelined_linear_reduce_scatter(x, w, None, ranks, axis),
     ),
 }
 
@@ -79,7 +79,7 @@ def layer_shape(case: Case) -> LayerShape:
     """
     tokens, in_features, out_features = case.sizes
     tokens -= tokens % (case.ranks * IMAGES)
-    if case.variant == "scattered_rows_linear":
+    if case.variant == "pipelined_linear_reduce_scatter":
         return LayerShape(tokens, in_features // case.ranks, out_features, tokens * out_features)
     return LayerShape(tokens, in_features, out_features // case.ranks, tokens * in_features)
 
@@ -87,9 +87,9 @@ def layer_shape(case: Case) -> LayerShape:
 def layer_workload(case: Case, axis: str, device: torch.device) -> Workload:
     """A run of the layer's forward, and of its backward for the input and the weight."""
     shape, dtype, op = layer_shape(case), getattr(torch, case.dtype), ASYNC_TP_OPS[case.variant]
-    layer = op.unfused if case.fusion == UNFUSED else op.fused
-    rows = shape.rows // (case.ranks if case.variant.startswith("gathered") else 1)
-    sizes = (IMAGES, rows // IMAGES) if case.variant == "gathered_linear" else (rows,)
+    layer = op.unfused if case.fusion == "unfused" else op.fused
+    rows = shape.rows // (case.ranks if op.kinds[0] == "all-gather" else 1)
+    sizes = (IMAGES, rows // IMAGES) if case.variant == "all_gather_linear" else (rows,)
     x = torch.randn(*sizes, shape.in_features, device=device, dtype=dtype, requires_grad=True)
     w = torch.randn(shape.out_features, shape.in_features, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(layer(x, w, case.ranks, axis))

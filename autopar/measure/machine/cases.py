@@ -12,9 +12,8 @@ from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind, OpKind
 
 PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | OpKind | CollectiveKind
-Fusion = Literal["", "apart", "joined"]  # a linear layer and its collective: one after the other, or as one operator
-UNFUSED: Fusion = "apart"
-FUSED: Fusion = "joined"
+Fusion = Literal["", "unfused", "fused"]  # a linear layer and its collective: two operators, or one
+FUSIONS: tuple[Fusion, ...] = ("unfused", "fused")
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # Values of --only, in the order of measuring.
 POINT_KINDS: tuple[PointKind, ...] = (
@@ -29,7 +28,7 @@ class Case:
     """One measurement to make.
 
     Args:
-        variant: of the kind, such as "forward", "gelu" or "gathered_linear".
+        variant: of the kind, such as "forward", "gelu" or "all_gather_linear".
         sizes: their meaning depends on the kind, see `Sizes`.
         ranks: of the group of a collective, 2 for a message, otherwise 1.
         fusion: of the kind "overlap"; otherwise empty.
@@ -62,8 +61,8 @@ class Case:
         sizes = tuple(map(int, words.pop().split("x"))) if words and SIZES_TEXT.fullmatch(words[-1]) else ()
         if dtype and words and words[-1] == dtype:
             words.pop()
-        fusion: Fusion = UNFUSED if words[-1:] == [UNFUSED] else FUSED if words[-1:] == [FUSED] else ""
-        case = Case(kind, " ".join(words[: len(words) - bool(fusion)]), dtype, sizes, ranks, fusion)
+        fusion: list[Fusion] = [f for f in FUSIONS if f in words[-1:]]
+        case = Case(kind, " ".join(words[: len(words) - len(fusion)]), dtype, sizes, ranks, *fusion)
         if case.name != name:
             raise ValueError(f"{name!r} is not the name of a {kind} case in {dtype or 'any dtype'} on {ranks} ranks")
         return case
@@ -183,7 +182,7 @@ def unordered_cases(sizes: Sizes, devices: int) -> Iterator[Case]:
     for kind in COLLECTIVES:
         for ranks in group_sizes(devices):
             yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
-    for operator, fusion, ranks in product(OVERLAP_WINDOWS, (UNFUSED, FUSED), group_sizes(devices)):
+    for operator, fusion, ranks in product(OVERLAP_WINDOWS, FUSIONS, group_sizes(devices)):
         yield from (Case("overlap", operator, "bfloat16", shape, ranks, fusion) for shape in sizes.overlap)
 
 

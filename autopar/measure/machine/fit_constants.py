@@ -19,7 +19,7 @@ from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
-from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED
+from autopar.measure.machine.cases import COLLECTIVES
 from autopar.measure.machine.curves import (
     MIN_ERROR,
     UNKNOWN_ERROR,
@@ -283,7 +283,7 @@ def overlap_constants(
         known: constants of collectives.
     """
     values = {c.path: c.value for c in known}
-    pairs = [(p, fused_counterpart(p, points)) for p in points if p.kind == "overlap" and p.case.fusion == UNFUSED]
+    pairs = [(p, fused_counterpart(p, points)) for p in points if p.kind == "overlap" and p.case.fusion == "unfused"]
     if not pairs:
         return []
     matmul_points = points_of_kind(points, "matmul", pairs[0][0].dtype)
@@ -302,7 +302,7 @@ def fused_counterpart(unfused: MeasuredPoint, points: Sequence[MeasuredPoint]) -
     Raises:
         UsageError: it was not measured.
     """
-    case = replace(unfused.case, fusion=FUSED)
+    case = replace(unfused.case, fusion="fused")
     point = next((p for p in points if p.case == case), None)
     if point is None:
         raise UsageError(f"A cost model needs {case.name}, of which there is no measurement. Use --only overlap.")

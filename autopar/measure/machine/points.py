@@ -11,6 +11,15 @@ from typing import Any
 
 from autopar.measure.machine.cases import Case, PointKind
 
+RENAMED_WORDS: Mapping[str, Any] = {  # of kinds and names in files of users: earlier -> present
+    "beside": "overlap",
+    "gathered_linear": "all_gather_linear",
+    "summed_linear": "linear_with_async_grad_allreduce",
+    "gathered_rows_linear": "pipelined_all_gather_linear",
+    "scattered_rows_linear": "pipelined_linear_reduce_scatter",
+    "apart": "unfused",
+    "joined": "fused",
+}
 MAX_STEADY_SPREAD = 0.25  # a larger spread means that something else was using the machine
 
 
@@ -89,8 +98,6 @@ def point_from(data: Mapping[str, Any]) -> MeasuredPoint:
     value, spread = float(data["value"]), float(data["spread"])
     if not value > 0 or not spread >= 0:
         raise ValueError(f"value {value} and spread {spread} must be positive")
-    kind, name = data["kind"], str(data["name"])
-    if kind == "beside":  # the earlier name of "overlap", in files of users
-        kind, name = "overlap", name.replace("beside", "overlap", 1)
-    case = Case.from_name(kind, name, str(data["dtype"]), int(data["ranks"]))
+    kind, name = data["kind"], " ".join(RENAMED_WORDS.get(word, word) for word in str(data["name"]).split())
+    case = Case.from_name(RENAMED_WORDS.get(kind, kind), name, str(data["dtype"]), int(data["ranks"]))
     return MeasuredPoint(case, ops, value, spread)

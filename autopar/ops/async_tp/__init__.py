@@ -4,10 +4,10 @@ Results equal the collective and ``aten.linear`` of real numbers, except for rou
 
 | operator | is | the collective overlaps with |
 |---|---|---|
-| gathered_linear(x, weight, bias, dim, outer, ranks, axis) | all_gather, then linear | backward: the wgrad matmul |
-| summed_linear(x, weight, bias, axis) | sum_gradient, then linear | backward: the wgrad matmul |
-| gathered_rows_linear(x, weight, bias, ranks, axis) | all_gather of rows, then linear | also products of rows |
-| scattered_rows_linear(x, weight, bias, ranks, axis) | linear, then reduce_scatter of rows | products of rows |
+| all_gather_linear(x, weight, bias, dim, outer, ranks, axis) | all_gather, then linear | backward: the wgrad matmul |
+| linear_with_async_grad_allreduce(x, weight, bias, axis) | sum_gradient, then linear | backward: the wgrad matmul |
+| pipelined_all_gather_linear(x, weight, bias, ranks, axis) | all_gather (rows), then linear | also matmuls of rows |
+| pipelined_linear_reduce_scatter(x, weight, bias, ranks, axis) | linear, then reduce_scatter (rows) | matmuls of rows |
 
 `autopar.codegen.fusions.async_tp` puts them into programs.
 

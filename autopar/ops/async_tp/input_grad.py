@@ -18,63 +18,82 @@ from autopar.ops.async_tp.side_stream import on_side_stream
 from autopar.ops.collectives import empty_resized, on, stack_parts
 
 
-def send_and_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """The result of ``send``, run on the side stream, and the weight's gradient, computed meanwhile.
+def reduce_and_compute_wgrad(grad_rows: Tensor, x: Tensor, reduce: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """The result of ``reduce``, run on the side stream, and the weight's gradient [out, in], computed meanwhile.
 
     Args:
-        rows: gradient of the layer's output, [rows, out].
-        x: input of the layer, [..., in].
+        grad_rows: gradient of the layer's output, [rows, out].
+        x: input of the layer, [..., in], of as many rows.
     """
     with on_side_stream(x.device) as join:
-        for_x = send()
-    for_weight = rows.t() @ x.flatten(0, -2)
+        grad_x = reduce()
+    grad_weight = grad_rows.t() @ x.flatten(0, -2)
     join()
-    return for_x, for_weight
+    return grad_x, grad_weight
 
 
-@torch.library.custom_op("autopar::gathered_linear_backward", mutates_args=())
-def gathered_linear_backward(
+@torch.library.custom_op("autopar::all_gather_linear_backward", mutates_args=())
+def all_gather_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of the gradient of a gathered ``x``, and the weight's gradient."""
-    rows = gradient.flatten(0, -2)
-    stacked = stack_parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
-    return send_and_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
+    """Gradients of this rank's part of the input, and of the weight.
+
+    Args:
+        gradient: of the layer's output, [..., out].
+        x: gathered input, [..., in]; its ``dim`` is ``ranks`` times as long as a part's.
+        weight: [out, in].
+    """
+    grad_rows = gradient.flatten(0, -2)
+    stacked = stack_parts((grad_rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
+    return reduce_and_compute_wgrad(grad_rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
 
 
-@torch.library.custom_op("autopar::summed_linear_backward", mutates_args=())
-def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-    """The gradient of an ``x`` that all ranks have, and the weight's gradient."""
-    rows = gradient.flatten(0, -2)
-    total = (rows @ weight).view(x.shape)
+@torch.library.custom_op("autopar::linear_with_async_grad_allreduce_backward", mutates_args=())
+def linear_with_async_grad_allreduce_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, axis: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the replicated input and of the weight.
 
-    def send() -> Tensor:
-        on(axis).all_reduce(total, overlapped=True)
-        return total
+    Args:
+        gradient: of the layer's output, [..., out].
+        x: input, [..., in].
+        weight: [out, in].
+    """
+    grad_rows = gradient.flatten(0, -2)
+    grad_x = (grad_rows @ weight).view(x.shape)
 
-    return send_and_weight_gradient(rows, x, send)
+    def reduce() -> Tensor:
+        on(axis).all_reduce(grad_x, overlapped=True)
+        return grad_x
+
+    return reduce_and_compute_wgrad(grad_rows, x, reduce)
 
 
-@gathered_linear_backward.register_fake
-def _part_and_weight(
+@all_gather_linear_backward.register_fake
+def _fake_all_gather_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
     return empty_resized(x, {dim: x.shape[dim] // ranks}), empty_resized(weight, {})
 
 
-@summed_linear_backward.register_fake
-def _whole_and_weight(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+@linear_with_async_grad_allreduce_backward.register_fake
+def _fake_linear_with_async_grad_allreduce_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, axis: str
+) -> tuple[Tensor, Tensor]:
     return empty_resized(x, {}), empty_resized(weight, {})
 
 
-class OverlappedLinear(torch.autograd.Function):
-    """``where`` are the collective's arguments: dim, outer, ranks and axis of an all-gather, the axis of a sum."""
+class LinearWithAsyncGradReduce(torch.autograd.Function):
+    """A linear layer of ``x`` [..., in], ``weight`` [out, in] and ``bias`` [out], gathering ``x`` first if ``gathers``.
+
+    ``comm_args`` are the collective's arguments: dim, outer, ranks and axis of an all-gather, the axis of a sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
-        whole = collectives.all_gather(x, *where, True) if gathers else x
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *comm_args: Any) -> Tensor:
+        whole = collectives.all_gather(x, *comm_args, True) if gathers else x
         ctx.save_for_backward(whole, weight)
-        ctx.gathers, ctx.where = gathers, where
+        ctx.gathers, ctx.comm_args = gathers, comm_args
         return F.linear(whole, weight, bias)
 
     @staticmethod
@@ -82,30 +101,45 @@ class OverlappedLinear(torch.autograd.Function):
         whole, weight = ctx.saved_tensors
         _, weight_needed, bias_needed, *_ = ctx.needs_input_grad
         if weight_needed:
-            both = gathered_linear_backward if ctx.gathers else summed_linear_backward
-            for_x, for_weight = both(gradient, whole, weight, *ctx.where)
+            backward = all_gather_linear_backward if ctx.gathers else linear_with_async_grad_allreduce_backward
+            grad_x, grad_weight = backward(gradient, whole, weight, *ctx.comm_args)
         else:
-            send = collectives.reduce_scatter if ctx.gathers else collectives.all_reduce
-            for_x, for_weight = send(gradient @ weight, *ctx.where), None
+            reduce = collectives.reduce_scatter if ctx.gathers else collectives.all_reduce
+            grad_x, grad_weight = reduce(gradient @ weight, *ctx.comm_args), None
         # After the operator: a compiler would compute the gradient twice if the bias sum came first.
-        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
-        return for_x, for_weight, for_bias, None, *[None] * len(ctx.where)
+        grad_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
+        return grad_x, grad_weight, grad_bias, None, *[None] * len(ctx.comm_args)
 
 
 torch.library.define(
-    "autopar::gathered_linear",
+    "autopar::all_gather_linear",
     "(Tensor x, Tensor weight, Tensor? bias, int dim, int outer, int ranks, str axis) -> Tensor",
 )
-torch.library.define("autopar::summed_linear", "(Tensor x, Tensor weight, Tensor? bias, str axis) -> Tensor")
+torch.library.define(
+    "autopar::linear_with_async_grad_allreduce", "(Tensor x, Tensor weight, Tensor? bias, str axis) -> Tensor"
+)
 
 
-@torch.library.impl("autopar::gathered_linear", "CompositeImplicitAutograd")
-def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    """A linear layer of the whole tensor of the ranks' parts; ``where`` is dim, outer, ranks and axis."""
-    return OverlappedLinear.apply(x, weight, bias, True, *where)  # type: ignore[return-value]
+@torch.library.impl("autopar::all_gather_linear", "CompositeImplicitAutograd")
+def all_gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *comm_args: Any) -> Tensor:
+    """A linear layer of the gathered tensor; each rank computes a part of the output features: [..., out].
+
+    Args:
+        x: this rank's part, [..., in].
+        weight: [out, in].
+        bias: [out].
+        comm_args: dim, outer, ranks and axis.
+    """
+    return LinearWithAsyncGradReduce.apply(x, weight, bias, True, *comm_args)  # type: ignore[return-value]
 
 
-@torch.library.impl("autopar::summed_linear", "CompositeImplicitAutograd")
-def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: str) -> Tensor:
-    """A linear layer of a replicated tensor; each rank computes a part of the outputs."""
-    return OverlappedLinear.apply(x, weight, bias, False, axis)  # type: ignore[return-value]
+@torch.library.impl("autopar::linear_with_async_grad_allreduce", "CompositeImplicitAutograd")
+def linear_with_async_grad_allreduce(x: Tensor, weight: Tensor, bias: Tensor | None, axis: str) -> Tensor:
+    """A linear layer of a replicated tensor; each rank computes a part of the output features: [..., out].
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out].
+    """
+    return LinearWithAsyncGradReduce.apply(x, weight, bias, False, axis)  # type: ignore[return-value]

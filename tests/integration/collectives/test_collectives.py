@@ -63,41 +63,42 @@ def compiled_equals_eager(tp: int) -> None:
 
 
 def linear_overlaps(tp: int, dtype: torch.dtype) -> None:
-    """A collective within a linear layer against the two after each other: gradients of x, weight and bias."""
+    """A linear layer fused with its collective against the two unfused: gradients of x, weight and bias."""
     axis = axis_key(tp)
     rank = tensor_axis(tp).rank
 
-    def gathered(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
-        if apart:
+    def gathered(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, unfused: bool) -> torch.Tensor:
+        if unfused:
             return torch.nn.functional.linear(ops.all_gather.default(x, 1, 2, tp, axis, True), weight, bias)
-        return ops.gathered_linear.default(x, weight, bias, 1, 2, tp, axis)
+        return ops.all_gather_linear.default(x, weight, bias, 1, 2, tp, axis)
 
-    def alone(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
-        if apart:
+    def replicated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, unfused: bool) -> torch.Tensor:
+        if unfused:
             return torch.nn.functional.linear(ops.sum_gradient.default(x, axis), weight, bias)
-        return ops.summed_linear.default(x, weight, bias, axis)
+        return ops.linear_with_async_grad_allreduce.default(x, weight, bias, axis)
 
-    def rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
-        if apart:
+    def rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, unfused: bool) -> torch.Tensor:
+        if unfused:
             return torch.nn.functional.linear(ops.all_gather.default(x, 0, 1, tp, axis, True), weight, bias)
-        return ops.gathered_rows_linear.default(x, weight, bias, tp, axis)
+        return ops.pipelined_all_gather_linear.default(x, weight, bias, tp, axis)
 
-    def scattered(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
+    def scattered(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, unfused: bool) -> torch.Tensor:
         x = x.repeat(tp, 1, 1).cos()
-        if apart:
+        if unfused:
             return ops.reduce_scatter.default(torch.nn.functional.linear(x, weight, bias), 0, 1, tp, axis)
-        return ops.scattered_rows_linear.default(x, weight, bias, tp, axis)
+        return ops.pipelined_linear_reduce_scatter.default(x, weight, bias, tp, axis)
 
     torch.manual_seed(rank)
-    for layer in (gathered, alone, rows, scattered):
+    for layer in (gathered, replicated, rows, scattered):
         for trained, with_bias in ((True, True), (True, False), (False, True)):
             x = torch.randn(3, 4, 6, dtype=dtype)
             weight, bias = torch.randn(5, 6, dtype=dtype), torch.randn(5, dtype=dtype) if with_bias else None
             found = []
-            for apart, function in ((True, layer), (False, layer), (False, torch.compile(layer, backend="aot_eager"))):
+            compiled = torch.compile(layer, backend="aot_eager")
+            for unfused, function in ((True, layer), (False, layer), (False, compiled)):
                 leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
                 leaves += [bias.clone().requires_grad_()] if bias is not None else []
-                y = function(leaves[0], leaves[1], leaves[2] if bias is not None else None, apart)
+                y = function(leaves[0], leaves[1], leaves[2] if bias is not None else None, unfused)
                 y.sin().sum().backward()
                 found.append([y, *(leaf.grad for leaf in leaves)])
             for values in zip(*found, strict=True):

@@ -14,7 +14,7 @@ from support.measured import plan
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import WorkerError
 from autopar.measure.device import ProfileSetting
-from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED, Case
+from autopar.measure.machine.cases import COLLECTIVES, FUSIONS, Case
 from autopar.measure.machine.measure import measure
 from autopar.measure.machine.resume import load_points
 from autopar.measure.regions import region_times as making
@@ -79,11 +79,7 @@ SMALL = (
     Case("optimizer", "", "float32", (1024,)),
     Case("point-to-point", "", "", (64,), 2),
     *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
-    *(
-        Case("overlap", name, "bfloat16", (8, 4, 8), 2, fusion)
-        for name in OVERLAP_WINDOWS
-        for fusion in (UNFUSED, FUSED)
-    ),
+    *(Case("overlap", name, "bfloat16", (8, 4, 8), 2, fusion) for name in OVERLAP_WINDOWS for fusion in FUSIONS),
 )
 
 

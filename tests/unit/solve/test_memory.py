@@ -1,4 +1,4 @@
-"""Predicted peaks: how a backward's memory goes, what is measured of it, and what peers' boards take."""
+"""Predicted peaks: how a backward's memory goes, what is measured of it, and what peers' buffers take."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def buffers(plan: autopar.Plan, position: int, inputs: int) -> int:
 @pytest.mark.parametrize(
     "asked", [{"microbatches": 4}, {"microbatches": 4, "schedule": "interleaved", "chunks": 2}], ids=str
 )
-def test_boards_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any]) -> None:
+def test_buffers_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x, y = tiny_vit(4), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     plan = on_gpus(model, x, pp=2, **asked)
@@ -166,7 +166,7 @@ def test_boards_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any
     assert [buffers(apart, position, x.nbytes) for position in range(2)] == [0, 0]
 
 
-def test_boards_of_tensor_parallel_ranks_take_their_largest_collective() -> None:
+def test_buffers_of_tensor_parallel_ranks_take_their_largest_collective() -> None:
     torch.manual_seed(0)
     model, x = tiny_vit(2), torch.randn(64, 3, 32, 32)
     plan = on_gpus(model, x, tp=2, microbatches=2)
@@ -185,7 +185,7 @@ def graph_of(name: str, precision: Any) -> Graph:
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "resnet50"])
 @pytest.mark.parametrize("num_owners", [1, 2, 4])
-def test_boards_of_replicas_take_their_largest_bucket(name: str, num_owners: int) -> None:
+def test_buffers_of_replicas_take_their_largest_bucket(name: str, num_owners: int) -> None:
     weights = [weight for weight in graph_of(name, "bf16").weights if weight.requires_grad]
     owners = replica_owners([weights], {}, num_owners) if num_owners > 1 else {}
     made = flat_buckets(weights, owners, num_owners)
@@ -193,7 +193,7 @@ def test_boards_of_replicas_take_their_largest_bucket(name: str, num_owners: int
     assert largest_bucket_bytes(weights, num_owners) == max(sizes)
 
 
-def test_replicas_boards_and_inputs_are_planned_for() -> None:
+def test_replicas_buffers_and_inputs_are_planned_for() -> None:
     model, x = tiny_vit(2), torch.randn(8, 3, 32, 32)
     plan = on_gpus(model, x, dp=2, zero1=False, microbatches=1)
     weights = [

@@ -1,4 +1,4 @@
-"""Choices of groups: what they are on timm's models, and that they cost what the graphs made of them are priced at."""
+"""Sharding strategies of groups on timm's models, and their costs against the prices of the graphs made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that travel beside the products of linear layers: what is left of their seconds."""
+"""Exposed seconds of collectives that overlap with the GEMMs of linear layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inserted(name: str, args: tuple, output: str, *shape: int) -> Op:
     return replace(op(f"autopar.{name}.default", args, value(output, *shape)), home="fc")
 
 
-def behind(name: str, rest: tuple, own: tuple[int, int], *more: Op, weight: Weight = W) -> Graph:
+def collective_first(name: str, rest: tuple, own: tuple[int, int], *more: Op, weight: Weight = W) -> Graph:
     """A layer of two rows, 64 FLOPs, that reads what a collective of ``own`` made."""
     layer = op("aten.linear.default", ("%whole", "%w"), value("fc", 2, 4))
     moved = inserted(name, ("%h", *rest), "whole", 2, 4)
@@ -32,7 +32,7 @@ def behind(name: str, rest: tuple, own: tuple[int, int], *more: Op, weight: Weig
     return graph((value("h", *own),), (weight,), moved, layer, *more, outputs=results)
 
 
-def before(weight: Weight = W) -> Graph:
+def layer_first(weight: Weight = W) -> Graph:
     """A layer whose result is summed, each rank keeping a row."""
     layer = op("aten.linear.default", ("%h", "%w"), value("fc", 2, 4))
     return graph(
@@ -41,31 +41,33 @@ def before(weight: Weight = W) -> Graph:
 
 
 def hidden(model: Graph, peak: float = 1e6, factors: dict | None = None) -> tuple[float, float]:
-    """What a machine saves, forward and backward, where half of what may be hidden is."""
+    """Hidden seconds, forward and backward, at an overlap efficiency of ``SHARE``."""
     machine = replace(MACHINE, peak_flops={"float32": peak})
 
     def total(share: float) -> CostGraph:
         shared = replace(machine, overlap_efficiency=share)
         return price(model, graph_stats(model), shared, model.batch, Sharing(tp=2), factors=factors or {})
 
-    apart, beside = total(0.0), total(SHARE)
-    forward = sum(a.forward_seconds - b.forward_seconds for a, b in zip(apart.groups, beside.groups, strict=True))
+    unfused, fused = total(0.0), total(SHARE)
+    forward = sum(a.forward_seconds - b.forward_seconds for a, b in zip(unfused.groups, fused.groups, strict=True))
     collectives = sum(
         a.forward_collective_seconds - b.forward_collective_seconds
-        for a, b in zip(apart.groups, beside.groups, strict=True)
+        for a, b in zip(unfused.groups, fused.groups, strict=True)
     )
     assert forward == pytest.approx(collectives, abs=1e-12)
-    return forward, sum(a.backward_seconds - b.backward_seconds for a, b in zip(apart.groups, beside.groups))
+    return forward, sum(a.backward_seconds - b.backward_seconds for a, b in zip(unfused.groups, fused.groups))
 
 
-# Seconds of the products that run beside the collective, at 1e6 FLOP/s; of the collective, at most 1e-3 and bytes.
+# Seconds of the GEMMs that overlap with the collective, at 1e6 FLOP/s; of the collective, at most 1e-3 and bytes.
 CASES = {
-    "summed_linear": (behind("sum_gradient", ("tp",), (2, 4)), (0.0, 64e-6), (0.0, 1e-3 + 32e-6)),
-    "gathered_linear": (behind("all_gather", GATHER_COLUMNS, (2, 2)), (0.0, 64e-6), (0.0, 1e-3 + 16e-6)),
-    "gathered_rows_linear": (
-        behind("all_gather", GATHER_ROWS, (1, 4)), (32e-6, 64e-6), (1e-3 + 16e-6, 1e-3 + 16e-6),
+    "linear_with_async_grad_allreduce": (
+        collective_first("sum_gradient", ("tp",), (2, 4)), (0.0, 64e-6), (0.0, 1e-3 + 32e-6),
     ),
-    "scattered_rows_linear": (before(), (32e-6, 32e-6), (1e-3 + 16e-6, 1e-3 + 16e-6)),
+    "all_gather_linear": (collective_first("all_gather", GATHER_COLUMNS, (2, 2)), (0.0, 64e-6), (0.0, 1e-3 + 16e-6)),
+    "pipelined_all_gather_linear": (
+        collective_first("all_gather", GATHER_ROWS, (1, 4)), (32e-6, 64e-6), (1e-3 + 16e-6, 1e-3 + 16e-6),
+    ),
+    "pipelined_linear_reduce_scatter": (layer_first(), (32e-6, 32e-6), (1e-3 + 16e-6, 1e-3 + 16e-6)),
 }  # fmt: skip
 
 
@@ -77,19 +79,21 @@ def test_a_product_hides_as_much_as_it_takes_and_a_collective_no_more_than_that(
 
 
 def test_a_measured_layer_hides_what_was_measured() -> None:
-    model = CASES["gathered_rows_linear"][0]
+    model = CASES["pipelined_all_gather_linear"][0]
     assert hidden(model, factors={"fc": Factor(2.0, 3.0)}) == pytest.approx([SHARE * 64e-6, SHARE * 192e-6])
 
 
-def test_without_a_gradient_of_the_weight_nothing_runs_beside_a_backward() -> None:
+def test_without_a_gradient_of_the_weight_nothing_overlaps_with_a_backward() -> None:
     frozen = replace(W, requires_grad=False)
-    assert hidden(behind("sum_gradient", ("tp",), (2, 4), weight=frozen)) == (0.0, 0.0)
-    assert hidden(behind("all_gather", GATHER_ROWS, (1, 4), weight=frozen)) == pytest.approx([SHARE * 32e-6, 0.0])
-    assert hidden(before(frozen)) == pytest.approx([SHARE * 32e-6, 0.0])
+    assert hidden(collective_first("sum_gradient", ("tp",), (2, 4), weight=frozen)) == (0.0, 0.0)
+    assert hidden(collective_first("all_gather", GATHER_ROWS, (1, 4), weight=frozen)) == pytest.approx(
+        [SHARE * 32e-6, 0.0]
+    )
+    assert hidden(layer_first(frozen)) == pytest.approx([SHARE * 32e-6, 0.0])
 
 
 def test_what_others_read_too_travels_before_the_layer() -> None:
     more = op("aten.relu.default", ("%whole",), value("act", 2, 4))
-    assert hidden(behind("all_gather", GATHER_ROWS, (1, 4), more)) == (0.0, 0.0)
+    assert hidden(collective_first("all_gather", GATHER_ROWS, (1, 4), more)) == (0.0, 0.0)
     partial = (*GATHER_ROWS[:-1], False)  # its gradient comes whole, so nothing of it has to travel
-    assert hidden(behind("all_gather", partial, (1, 4))) == (0.0, 0.0)
+    assert hidden(collective_first("all_gather", partial, (1, 4))) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Buckets exchanged through boards that replicas write for each other, and by collectives."""
+"""Buckets exchanged through buffers that replicas write for each other, and by collectives."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.boards import ThreadBoards, on_all
 from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
+from support.symmetric_buffers import ThreadBuffers, on_all
 
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
@@ -33,7 +33,7 @@ def bucket(bounds: tuple[int, ...]) -> FlatBucket:
 
 
 def collectives(member: SymmetricCommunicator) -> ReplicaCollectives:
-    """Collectives through a member's boards."""
+    """Collectives through a member's symmetric buffer."""
     transport = LocalTransport(member.rank, InProcessMailboxes())
     transport.symmetric_buffer = lambda ranks: member.buffer
     return ReplicaCollectives(transport, range(member.ranks), CPU, 2400)
@@ -75,18 +75,18 @@ def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
 
 
 @pytest.fixture
-def shared_boards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Ranks that are threads have boards; the rank sets that asked for them."""
+def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Ranks that are threads have buffers; the rank sets that asked for them."""
     asked: list[tuple[int, ...]] = []
     made: dict[tuple[int, ...], tuple[torch.Tensor, threading.Barrier]] = {}
 
-    def boards(self: LocalTransport, ranks: Sequence[int]) -> ThreadBoards:
+    def buffers(self: LocalTransport, ranks: Sequence[int]) -> ThreadBuffers:
         asked.append(tuple(ranks))
         if len(asked) % len(ranks) == 1:  # ranks are made one after the other
             made[tuple(ranks)] = torch.full([len(ranks), 2**22], 255, dtype=torch.uint8), threading.Barrier(len(ranks))
-        return ThreadBoards([*ranks].index(self.rank), *made[tuple(ranks)])
+        return ThreadBuffers([*ranks].index(self.rank), *made[tuple(ranks)])
 
-    monkeypatch.setattr(LocalTransport, "symmetric_buffer", boards)
+    monkeypatch.setattr(LocalTransport, "symmetric_buffer", buffers)
     return asked
 
 
@@ -107,9 +107,9 @@ def trained(dp: int, zero1: bool, precision: Any) -> tuple[list[float], dict[str
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 @pytest.mark.parametrize("zero1", [False, True])
 @pytest.mark.parametrize("dp", [2, 3])
-def test_training_through_boards(dp: int, zero1: bool, precision: str, request: pytest.FixtureRequest) -> None:
+def test_training_through_buffers(dp: int, zero1: bool, precision: str, request: pytest.FixtureRequest) -> None:
     losses, weights = trained(dp, zero1, precision)
-    asked = request.getfixturevalue("shared_boards")
+    asked = request.getfixturevalue("shared_buffers")
     request.getfixturevalue("unequal")
     again, others = trained(dp, zero1, precision)
     assert asked == [tuple(range(dp))] * dp
@@ -130,5 +130,5 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 
 
-def test_without_boards_the_transport_has_collectives() -> None:
+def test_without_buffers_the_transport_has_collectives() -> None:
     assert ReplicaCollectives(LocalTransport(0, InProcessMailboxes()), [0, 1], CPU, 4096).communicator is None

@@ -303,7 +303,8 @@ def forward(self, x):
     attn_proj_weight = self.attn.proj.weight
     attn_proj_bias = self.attn.proj.bias
     norm_layer_norm = torch.ops.aten.layer_norm.default(x, [24], norm_weight, norm_bias, 1e-05, False)
-    attn_qkv_linear = torch.ops.autopar.summed_linear.default(norm_layer_norm, attn_qkv_weight, attn_qkv_bias, 'tp')
+    attn_qkv_linear = torch.ops.autopar.linear_with_async_grad_allreduce.default(norm_layer_norm, \
+attn_qkv_weight, attn_qkv_bias, 'tp')
     attn_reshape = torch.ops.aten.reshape.default(attn_qkv_linear, [4, 8, 3, 2, 6])
     attn_permute = torch.ops.aten.permute.default(attn_reshape, [2, 0, 3, 1, 4])
     attn_unbind = torch.ops.aten.unbind.int(attn_permute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
 from autopar.measure.machine.collectives import communication_op_counts
 from autopar.measure.machine.fit_constants import fit
 from autopar.measure.machine.kernels import BUILDERS, kernel_runs
-from autopar.measure.machine.points import MeasuredPoint, OpCounts, point_data, point_from
+from autopar.measure.machine.points import MeasuredPoint, OpCounts
 from autopar.measure.machine.preserved import preserved_sections
 from autopar.measure.machine.resume import load_points, save_points
 from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text, raw_points, refit
@@ -96,7 +97,7 @@ def point(case: Case, machine: Hardware, way: ExecutionMode) -> MeasuredPoint:
 
 
 def layer_seconds(case: Case, machine: Hardware) -> float:
-    """A layer and its collective forwards and backwards, of which the joined ones hide a share."""
+    """A layer and its collective forwards and backwards, of which the fused ones hide a share."""
     product, backward, again, *travels = communication_op_counts(case)
     assert backward == again
     forward_seconds = machine.op_seconds("matmul", product.flops, product.num_bytes, case.dtype)
@@ -108,7 +109,7 @@ def layer_seconds(case: Case, machine: Hardware) -> float:
     window = OVERLAP_WINDOWS[case.variant](case.ranks)
     hidden = min(sent[0], window.forward * forward_seconds) + min(sent[1], window.backward * backward_seconds)
     return (
-        forward_seconds + backward_seconds + sum(sent) - (case.fusion == "joined") * machine.overlap_efficiency * hidden
+        forward_seconds + backward_seconds + sum(sent) - (case.fusion == "fused") * machine.overlap_efficiency * hidden
     )
 
 
@@ -168,22 +169,46 @@ def test_what_products_hide_of_collectives(points: tuple[MeasuredPoint, ...], ma
     assert set(ASYNC_TP_OPS) == set(OVERLAP_WINDOWS)
     assert load_hardware(made).overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
 
-    def share(joined_in: Callable[[MeasuredPoint], float]) -> float:
-        """With other times of the operators that are both."""
-        changed = [replace(p, value=joined_in(p)) if "joined" in p.name.split() else p for p in points]
+    def share(fused_value: Callable[[MeasuredPoint], float]) -> float:
+        """Fitted with other seconds of the fused operators."""
+        changed = [replace(p, value=fused_value(p)) if p.case.fusion == "fused" else p for p in points]
         return next(c.value for c in fit(changed, SETTING) if c.path == ("overlap", "layers"))
 
     assert share(lambda p: 2 * p.value) == 0 and share(lambda p: p.value / 2) == 1
-    alone = [p for p in points if "joined" not in p.name.split()]
+    alone = [p for p in points if p.case.fusion != "fused"]
     with pytest.raises(
-        UsageError, match=r"needs overlap gathered_linear joined bfloat16 .*, of which .* --only overlap"
+        UsageError, match=r"needs overlap all_gather_linear fused bfloat16 .*, of which .* --only overlap"
     ):
         fit(alone, SETTING)
-    named = next(p for p in points if p.kind == "overlap")
-    earlier = point_data(named) | {"kind": "beside", "name": named.name.replace("overlap", "beside")}
-    assert point_from(earlier) == named
     without = fit([p for p in points if p.kind != "overlap"], SETTING)
     assert not any(c.path[0] == "overlap" for c in without)
+
+
+EARLIER_WORDS = {
+    "overlap": "beside",
+    "all_gather_linear": "gathered_linear",
+    "linear_with_async_grad_allreduce": "summed_linear",
+    "pipelined_all_gather_linear": "gathered_rows_linear",
+    "pipelined_linear_reduce_scatter": "scattered_rows_linear",
+    "unfused": "apart",
+    "fused": "joined",
+}
+
+
+def test_files_with_earlier_names_are_read(points: tuple[MeasuredPoint, ...], made: Path, tmp_path: Path) -> None:
+    """Cost models and interrupted runs of users; reading them again gives present names."""
+
+    def earlier(text: str) -> str:
+        return re.sub(r"[\w-]+", lambda word: EARLIER_WORDS.get(word[0], word[0]), text)
+
+    model, part = tmp_path / "m.toml", tmp_path / "m.toml.part"
+    model.write_text(earlier(made.read_text()))
+    assert "beside gathered_linear apart" in model.read_text() and "overlap" not in model.read_text()
+    assert raw_points(model) == RawMeasurements(SETTING, points)
+    assert load_hardware(model) == load_hardware(made)
+    save_points(part, SETTING, points)
+    part.write_text(earlier(part.read_text()))
+    assert load_points(part, SETTING).points == points
 
 
 def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[MeasuredPoint, ...], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel GPUs that read each other's boards: nobody waits inside of a step, boards grow between steps. Skips
+"""Tensor-parallel GPUs that read each other's buffers: nobody waits inside of a step, buffers grow between steps. Skips
 itself where there are fewer than two GPUs."""
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def trained(sizes: list[int], graphs: bool, **constraints: Any) -> tuple[list[fl
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "captured"])
-def test_boards_that_were_outgrown_serve_captured_steps(graphs: bool) -> None:
+def test_buffers_that_were_outgrown_serve_captured_steps(graphs: bool) -> None:
     sizes = [4] * 5 + [16] * 5 + [4, 16] * 3 + [64] * 5 + [4, 16, 64] * 2
     over_nccl = trained(sizes, False, transport="nccl")
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
-        over_boards = trained(sizes, graphs, transport="symmetric")
-    assert over_boards[0] == pytest.approx(over_nccl[0], abs=1e-3)
-    for here, there in zip(over_boards[1], over_nccl[1], strict=True):
+        over_buffers = trained(sizes, graphs, transport="symmetric")
+    assert over_buffers[0] == pytest.approx(over_nccl[0], abs=1e-3)
+    for here, there in zip(over_buffers[1], over_nccl[1], strict=True):
         torch.testing.assert_close(here, there, rtol=0, atol=1e-2)

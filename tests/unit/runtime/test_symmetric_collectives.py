@@ -1,4 +1,4 @@
-"""Collectives over boards that all ranks read: here ranks are threads, and boards tensors of one process."""
+"""Collectives over buffers that all ranks read: here ranks are threads, and buffers tensors of one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from support.boards import on_all
+from support.symmetric_buffers import on_all
 
 from autopar.runtime.comm import symmetric_collectives as symmetric_axis
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
@@ -26,14 +26,16 @@ def in_order(summands: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("most", "beside"), [(4096, False), (0, False), (4096, True)])
+@pytest.mark.parametrize(("most", "overlapped"), [(4096, False), (0, False), (4096, True)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_all_reduce(ranks: int, most: int, beside: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce(
+    ranks: int, most: int, overlapped: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(symmetric_axis, "ONE_SHOT_BYTES", most)
 
     def call(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
         tensor = given.clone()
-        member.all_reduce(tensor, beside)
+        member.all_reduce(tensor, overlapped)
         return tensor
 
     own = drawn(ranks, 7, 9, dtype=dtype)
@@ -48,11 +50,11 @@ def test_all_gather(ranks: int) -> None:
         assert all(torch.equal(result, given) for result in results)
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_reduce_scatter(ranks: int, beside: bool) -> None:
+def test_reduce_scatter(ranks: int, overlapped: bool) -> None:
     own = drawn(ranks, ranks, 5)
-    rounds = on_all(own, lambda member, given: member.reduce_scatter(given, beside))
+    rounds = on_all(own, lambda member, given: member.reduce_scatter(given, overlapped))
     for given, results in zip(own, rounds, strict=True):
         assert all(torch.equal(result, in_order(given[:, rank])) for rank, result in enumerate(results))
 

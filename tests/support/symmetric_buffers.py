@@ -14,7 +14,7 @@ import torch
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 
 
-class ThreadBoards:
+class ThreadBuffers:
     """One rank's view of the buffers of all threads. After each barrier one thread, drawn at random, is late.
 
     Attributes:
@@ -23,36 +23,36 @@ class ThreadBoards:
     """
 
     def __init__(
-        self, rank: int, boards: torch.Tensor, waiting: threading.Barrier, late_seconds: float = 0.003
+        self, rank: int, buffers: torch.Tensor, waiting: threading.Barrier, late_seconds: float = 0.003
     ) -> None:
-        self.rank, self.boards, self.waiting, self.late_seconds = rank, boards, waiting, late_seconds
+        self.rank, self.buffers, self.waiting, self.late_seconds = rank, buffers, waiting, late_seconds
         self.seed = random.Random(0)  # equal on all ranks
         self.num_bytes = self.taken = 0
 
     def reserve(self, num_bytes: int) -> None:
-        assert num_bytes <= self.boards.shape[1]
+        assert num_bytes <= self.buffers.shape[1]
         self.num_bytes = max(self.num_bytes, num_bytes)
 
     def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         self.taken = max(self.taken, size)
-        return self.boards[rank, :size].view(dtype).view(tuple(shape))
+        return self.buffers[rank, :size].view(dtype).view(tuple(shape))
 
     def barrier(self) -> None:
         self.waiting.wait(timeout=30)
-        if self.late_seconds and self.seed.randrange(len(self.boards)) == self.rank:
+        if self.late_seconds and self.seed.randrange(len(self.buffers)) == self.rank:
             time.sleep(self.late_seconds)
 
     def spoil(self) -> None:
         """Overwrite all buffers, as the next collective may once this rank has finished one."""
-        self.boards.fill_(255)
+        self.buffers.fill_(255)
         self.barrier()
 
 
-def thread_boards(ranks: int, capacity: int, late_seconds: float = 0.003) -> list[ThreadBoards]:
+def thread_buffers(ranks: int, capacity: int, late_seconds: float = 0.003) -> list[ThreadBuffers]:
     """View of each rank of new buffers of ``capacity`` bytes."""
     shared, waiting = torch.full([ranks, capacity], 255, dtype=torch.uint8), threading.Barrier(ranks)
-    return [ThreadBoards(rank, shared, waiting, late_seconds) for rank in range(ranks)]
+    return [ThreadBuffers(rank, shared, waiting, late_seconds) for rank in range(ranks)]
 
 
 def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tensor], Any]) -> list[list[Any]]:
@@ -63,14 +63,14 @@ def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tenso
     """
     ranks, capacity = own.shape[1], 4096
 
-    def rounds(boards: ThreadBoards) -> list[Any]:
-        boards.reserve(capacity)
-        member = SymmetricCommunicator(boards.rank, ranks, boards)
+    def rounds(buffers: ThreadBuffers) -> list[Any]:
+        buffers.reserve(capacity)
+        member = SymmetricCommunicator(buffers.rank, ranks, buffers)
         results = []
-        for given in own[:, boards.rank]:
+        for given in own[:, buffers.rank]:
             results.append(call(member, given))
-            boards.spoil()
+            buffers.spoil()
         return results
 
     with ThreadPoolExecutor(ranks) as pool:
-        return [list(of_all) for of_all in zip(*pool.map(rounds, thread_boards(ranks, capacity)), strict=True)]
+        return [list(of_all) for of_all in zip(*pool.map(rounds, thread_buffers(ranks, capacity)), strict=True)]

@@ -1,4 +1,4 @@
-"""What programs reserve of boards is what their collectives take, by operator and in whole models."""
+"""What programs reserve of buffers is what their collectives take, by operator and in whole models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.boards import ThreadBoards, thread_boards
 from support.handmade import in_threads, plan_by_hand
 from support.models import UNet, resnet18, tiny_vit
 from support.random_plans import TP, random_labels, random_layouts
+from support.symmetric_buffers import ThreadBuffers, thread_buffers
 from torch import nn
 
 import autopar
@@ -42,38 +42,38 @@ AXIS = "tp"
 
 
 @dataclass(frozen=True)
-class SharedBoards:
-    """Boards of thread ranks, and the key under which each rank's operators find them."""
+class SharedBuffers:
+    """Buffers of thread ranks, and the key under which each rank's operators find them."""
 
-    of_ranks: Sequence[ThreadBoards]
+    of_ranks: Sequence[ThreadBuffers]
     keys: Sequence[str]
 
     def taken(self) -> int:
         """Most that a collective has taken since the last call."""
-        assert len({boards.taken for boards in self.of_ranks}) == 1
+        assert len({buffers.taken for buffers in self.of_ranks}) == 1
         most = self.of_ranks[0].taken
-        for boards in self.of_ranks:
-            boards.taken = 0
+        for buffers in self.of_ranks:
+            buffers.taken = 0
         return most
 
     @property
     def reserved(self) -> int:
-        assert len({boards.num_bytes for boards in self.of_ranks}) == 1
+        assert len({buffers.num_bytes for buffers in self.of_ranks}) == 1
         return self.of_ranks[0].num_bytes
 
 
 @pytest.fixture
-def registered() -> Iterator[Callable[[int], SharedBoards]]:
-    """Makes boards of so many ranks, which operators know until the test ends."""
+def registered() -> Iterator[Callable[[int], SharedBuffers]]:
+    """Makes buffers of so many ranks, which operators know until the test ends."""
     keys: list[str] = []
 
-    def make(ranks: int) -> SharedBoards:
-        of_ranks = thread_boards(ranks, 2**24, late_seconds=0.0)
-        own = [f"boards {next(NUMBERS)}" for _ in of_ranks]
-        for key, boards in zip(own, of_ranks, strict=True):
-            collectives.register(key, SymmetricCommunicator(boards.rank, ranks, boards))
+    def make(ranks: int) -> SharedBuffers:
+        of_ranks = thread_buffers(ranks, 2**24, late_seconds=0.0)
+        own = [f"buffers {next(NUMBERS)}" for _ in of_ranks]
+        for key, buffers in zip(own, of_ranks, strict=True):
+            collectives.register(key, SymmetricCommunicator(buffers.rank, ranks, buffers))
         keys.extend(own)
-        return SharedBoards(of_ranks, own)
+        return SharedBuffers(of_ranks, own)
 
     yield make
     for key in keys:
@@ -115,7 +115,7 @@ def program_of(name: str, shape: Sequence[int], args: Sequence[Any], dtype: torc
 
 
 def run_everywhere(
-    boards: SharedBoards, call: Callable[..., torch.Tensor], shapes: Sequence[Sequence[int]], args: Sequence[Any],
+    buffers: SharedBuffers, call: Callable[..., torch.Tensor], shapes: Sequence[Sequence[int]], args: Sequence[Any],
     dtype: torch.dtype, trained: Sequence[bool],
 ) -> None:  # fmt: skip
     """Call an operator on all ranks, forward and backward."""
@@ -126,8 +126,8 @@ def run_everywhere(
         if any(trained):
             result.sum().backward()
 
-    with ThreadPoolExecutor(len(boards.keys)) as threads:
-        list(threads.map(run, boards.keys))
+    with ThreadPoolExecutor(len(buffers.keys)) as threads:
+        list(threads.map(run, buffers.keys))
 
 
 @pytest.mark.parametrize("one_shot_bytes", [2**19, 0])
@@ -139,14 +139,14 @@ def test_operators_take_what_is_reserved(
     monkeypatch.setattr(symmetric_axis, "ONE_SHOT_BYTES", one_shot_bytes)
     assert {name for name, *_ in operators(ranks)} == COLLECTIVES.keys()
     for (name, shape, args), trained in itertools.product(operators(ranks), (True, False)):
-        boards = registered(ranks)
+        buffers = registered(ranks)
         asked = list(symmetric_buffer_bytes(program_of(name, shape, args, dtype, trained).ops[0], AXIS, ranks))
-        for one in boards.of_ranks:
+        for one in buffers.of_ranks:
             one.reserve(max(asked, default=0))
-        run_everywhere(boards, operator(f"autopar.{name}.default"), [shape], args, dtype, [trained])
+        run_everywhere(buffers, operator(f"autopar.{name}.default"), [shape], args, dtype, [trained])
         rounded_up = (ranks - 1) * dtype.itemsize if name in ("all_reduce", "sum_gradient") else 0
-        taken = boards.taken()
-        assert taken <= boards.reserved <= taken + rounded_up, (name, args, trained)
+        taken = buffers.taken()
+        assert taken <= buffers.reserved <= taken + rounded_up, (name, args, trained)
     assert list(symmetric_buffer_bytes(program_of("all_reduce", (4,), ("dp",), dtype, False).ops[0], AXIS, ranks)) == []
 
 
@@ -158,28 +158,28 @@ def test_layers_take_what_was_reserved_for_the_operations_in_their_place(
     # Layers of 11 columns, what they take; the operations in whose place they are, what those take.
     part, rows, made = (7, 3, 5), (7 * ranks, 3, 5), (7 * ranks, 3, 11)
     layers = [
-        ("gathered_linear", part, (1, 1, ranks, AXIS), "all_gather", part, (1, 1, ranks, AXIS, True)),
-        ("summed_linear", part, (AXIS,), "sum_gradient", part, (AXIS,)),
-        ("gathered_rows_linear", part, (ranks, AXIS), "all_gather", part, (0, 1, ranks, AXIS, True)),
-        ("scattered_rows_linear", rows, (ranks, AXIS), "reduce_scatter", made, (0, 1, ranks, AXIS)),
+        ("all_gather_linear", part, (1, 1, ranks, AXIS), "all_gather", part, (1, 1, ranks, AXIS, True)),
+        ("linear_with_async_grad_allreduce", part, (AXIS,), "sum_gradient", part, (AXIS,)),
+        ("pipelined_all_gather_linear", part, (ranks, AXIS), "all_gather", part, (0, 1, ranks, AXIS, True)),
+        ("pipelined_linear_reduce_scatter", rows, (ranks, AXIS), "reduce_scatter", made, (0, 1, ranks, AXIS)),
     ]
     for (name, x, args, instead, shape, where), weight_trained in itertools.product(layers, (True, False)):
-        boards = registered(ranks)
+        buffers = registered(ranks)
         asked = max(symmetric_buffer_bytes(program_of(instead, shape, where, dtype, True).ops[0], AXIS, ranks))
-        for one in boards.of_ranks:
+        for one in buffers.of_ranks:
             one.reserve(asked)
         call = operator(f"autopar.{name}.default")
         shapes, trained = (x, (11, 5), (11,)), (True, weight_trained, True)
-        run_everywhere(boards, call, shapes, args, dtype, trained)
-        taken = boards.taken()
+        run_everywhere(buffers, call, shapes, args, dtype, trained)
+        taken = buffers.taken()
         assert taken <= asked <= taken + (ranks - 1) * dtype.itemsize, (name, weight_trained)
-        run_everywhere(boards, call, shapes, args, dtype, (False, False, False))
-        assert boards.taken() <= asked
+        run_everywhere(buffers, call, shapes, args, dtype, (False, False, False))
+        assert buffers.taken() <= asked
 
 
 def test_what_is_not_reserved_is_told(registered: Any) -> None:
-    boards = registered(2)
-    for one in boards.of_ranks:
+    buffers = registered(2)
+    for one in buffers.of_ranks:
         one.reserve(80)
     for name, args, what, num in [
         ("all_reduce", (AXIS,), "an all-reduce", 96),
@@ -189,19 +189,19 @@ def test_what_is_not_reserved_is_told(registered: Any) -> None:
     ]:
         message = f"^{what} of 2 ranks takes {num} bytes of each rank's buffer, 80 were reserved"
         with pytest.raises(AssertionError, match=message):
-            run_everywhere(boards, operator(f"autopar.{name}.default"), [(4, 6)], args, torch.float32, [False])
-    layer = operator("autopar.gathered_rows_linear.default")
+            run_everywhere(buffers, operator(f"autopar.{name}.default"), [(4, 6)], args, torch.float32, [False])
+    layer = operator("autopar.pipelined_all_gather_linear.default")
     with pytest.raises(AssertionError, match=r"^a linear layer's all-gather of 2 ranks takes 96 bytes"):
-        run_everywhere(boards, layer, [(2, 6), (3, 6), (3,)], (2, AXIS), torch.float32, [False] * 3)
-    layer = operator("autopar.scattered_rows_linear.default")
+        run_everywhere(buffers, layer, [(2, 6), (3, 6), (3,)], (2, AXIS), torch.float32, [False] * 3)
+    layer = operator("autopar.pipelined_linear_reduce_scatter.default")
     with pytest.raises(AssertionError, match=r"^a linear layer's reduce-scatter of 2 ranks takes 96 bytes"):
-        run_everywhere(boards, layer, [(4, 3), (6, 3), (6,)], (2, AXIS), torch.float32, [False] * 3)
-    summed = operator("autopar.summed_linear.default")
+        run_everywhere(buffers, layer, [(4, 3), (6, 3), (6,)], (2, AXIS), torch.float32, [False] * 3)
+    summed = operator("autopar.linear_with_async_grad_allreduce.default")
     with pytest.raises(AssertionError, match=r"^an all-reduce of 2 ranks takes 96 bytes"):
-        run_everywhere(boards, summed, [(4, 6), (3, 6), (3,)], (AXIS,), torch.float32, [True] * 3)
+        run_everywhere(buffers, summed, [(4, 6), (3, 6), (3,)], (AXIS,), torch.float32, [True] * 3)
 
 
-def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
     def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
@@ -211,13 +211,13 @@ def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pyte
     idle: list[torch.device] = []
     monkeypatch.setattr(symmetric_axis, "allocate", allocated)
     monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
-    boards = SymmetricBufferPool(0, torch.device("cuda", 0), None)
-    assert boards.num_bytes == 0
+    buffers = SymmetricBufferPool(0, torch.device("cuda", 0), None)
+    assert buffers.num_bytes == 0
     for num_bytes in (0, 100, 256, 1024, 512, 1024, 4096):
-        boards.reserve(num_bytes)
-        assert boards.num_bytes >= num_bytes
+        buffers.reserve(num_bytes)
+        assert buffers.num_bytes >= num_bytes
     assert made == [0, 1024, 4096] and len(idle) == len(made)
-    assert [buffer.numel() for buffer, _ in boards.allocations] == [256, 1024, 4096]
+    assert [buffer.numel() for buffer, _ in buffers.allocations] == [256, 1024, 4096]
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -257,15 +257,15 @@ def drawn(model: nn.Module, x: torch.Tensor, precision: Precision) -> autopar.Pl
     return plan_by_hand(model, x, 2, [], tp=TP, strategies=labels, shardings=layouts, precision=precision)
 
 
-def over_boards(
+def over_buffers(
     case: Case,
     model: nn.Module,
     x: torch.Tensor,
     plan: autopar.Plan,
-    groups: Sequence[SharedBoards],
+    groups: Sequence[SharedBuffers],
     compiled: bool = False,
 ) -> ParallelModel:
-    """A parallel model whose ranks are threads with boards, shared by each two that follow each other."""
+    """A parallel model whose ranks are threads with buffers, shared by each two that follow each other."""
 
     def axes(rank: int) -> Mapping[str, str]:
         return {AXIS: groups[rank // TP].keys[rank % TP]}
@@ -280,26 +280,26 @@ def over_boards(
 def test_models_take_what_is_reserved(name: str, precision: Precision, planned: Any, registered: Any) -> None:
     """Evaluation before training, then batches of other sizes; a collective that takes more fails by itself."""
     torch.manual_seed(0)
-    case, boards = MODELS[name], registered(TP)
+    case, buffers = MODELS[name], registered(TP)
     model, x = case.make(), case.x(8)
-    pm = over_boards(case, model, x, planned(model, x, precision), [boards])
+    pm = over_buffers(case, model, x, planned(model, x, precision), [buffers])
     pm.eval()(x)
-    assert 0 < boards.taken() <= boards.reserved
+    assert 0 < buffers.taken() <= buffers.reserved
     pm.train()
     for batch in (8, 16):
         assert isfinite(pm.train_step(case.x(batch), case.y(batch)).loss)
         # Forward and backward have run: but for a sum's segments of one length, nothing was reserved in vain.
-        taken = boards.taken()
-        assert taken <= boards.reserved <= taken + 4 * (TP - 1)
-    before = boards.reserved
+        taken = buffers.taken()
+        assert taken <= buffers.reserved <= taken + 4 * (TP - 1)
+    before = buffers.reserved
     pm.train_step(case.x(8), case.y(8))
-    assert boards.reserved == before
+    assert buffers.reserved == before
     pm.forward_backward(case.x(7), case.y(7))  # microbatches of two sizes, one of which cannot be split
-    before = boards.reserved
-    boards.taken()
+    before = buffers.reserved
+    buffers.taken()
     pm.eval()(case.x(40))
-    taken = boards.taken()
-    assert taken <= boards.reserved <= max(before, TP * taken)  # gradients that an evaluation has not
+    taken = buffers.taken()
+    assert taken <= buffers.reserved <= max(before, TP * taken)  # gradients that an evaluation has not
 
 
 @pytest.mark.parametrize("name", ["vit", "unet"])
@@ -307,24 +307,24 @@ def test_compiled_stages_take_what_is_reserved(name: str, registered: Any, monke
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # kernels take minutes
     monkeypatch.setattr(regions, "COMPILED_REGIONS", {})
     torch.manual_seed(0)
-    case, boards = MODELS[name], registered(TP)
+    case, buffers = MODELS[name], registered(TP)
     model, x = case.make(), case.x(8)
-    pm = over_boards(case, model, x, searched(model, x, "bf16"), [boards], compiled=True)
+    pm = over_buffers(case, model, x, searched(model, x, "bf16"), [buffers], compiled=True)
     pm.train_step(x, case.y(8))
-    taken = boards.taken()
+    taken = buffers.taken()
     assert len(regions.COMPILED_REGIONS) > 1
-    assert 0 < taken <= boards.reserved <= taken + 4 * (TP - 1)
+    assert 0 < taken <= buffers.reserved <= taken + 4 * (TP - 1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
-def test_stages_have_boards_of_their_own(recompute: Any, registered: Any) -> None:
+def test_stages_have_buffers_of_their_own(recompute: Any, registered: Any) -> None:
     torch.manual_seed(0)
     case, groups = MODELS["vit"], [registered(TP), registered(TP)]
     model, x = case.make(), case.x(8)
     plan = searched(model, x, "fp32", pp=2)
     plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
-    pm = over_boards(case, model, x, plan, groups)
+    pm = over_buffers(case, model, x, plan, groups)
     pm.train_step(x, case.y(8))
-    for boards in groups:
-        taken = boards.taken()
-        assert 0 < taken <= boards.reserved <= taken + 4 * (TP - 1)
+    for buffers in groups:
+        taken = buffers.taken()
+        assert 0 < taken <= buffers.reserved <= taken + 4 * (TP - 1)

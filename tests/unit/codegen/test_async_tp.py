@@ -1,4 +1,4 @@
-"""Linear layers that are fused with the collective before them."""
+"""Linear layers fused with the collective before or after them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ RELU = op("relu", "aten.relu.default", Ref("x"))
 def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> None:
     first, second = fuse_async_tp([SUM, RELU, LINEAR], ())
     assert first is RELU
-    assert (second.target, second.outputs) == ("autopar.summed_linear.default", LINEAR.outputs)
+    assert (second.target, second.outputs) == ("autopar.linear_with_async_grad_allreduce.default", LINEAR.outputs)
     assert second.args == (Ref("x"), Ref("weight"), Ref("bias"), "tp")
     (both,) = fuse_async_tp([GATHER, PLAIN], ())
-    assert both.target == "autopar.gathered_linear.default"
+    assert both.target == "autopar.all_gather_linear.default"
     assert both.args == (Ref("x"), Ref("weight"), None, 1, 1, 2, "tp")
 
 
 def test_along_the_first_dim_rows_are_apart() -> None:
     gather = op("gather", "autopar.all_gather.default", Ref("x"), 0, 1, 2, "tp", True)
     (both,) = fuse_async_tp([gather, PLAIN], ())
-    assert (both.target, both.outputs) == ("autopar.gathered_rows_linear.default", PLAIN.outputs)
+    assert (both.target, both.outputs) == ("autopar.pipelined_all_gather_linear.default", PLAIN.outputs)
     assert both.args == (Ref("x"), Ref("weight"), None, 2, "tp")
     linear = op("fc", "aten.linear.default", Ref("x"), Ref("weight"), Ref("bias"))
     relu, both = fuse_async_tp([linear, RELU, SCATTER], ())
     assert relu is RELU
-    assert (both.target, both.outputs) == ("autopar.scattered_rows_linear.default", SCATTER.outputs)
+    assert (both.target, both.outputs) == ("autopar.pipelined_linear_reduce_scatter.default", SCATTER.outputs)
     assert both.args == (Ref("x"), Ref("weight"), Ref("bias"), 2, "tp")
     layer, scatter = fuse_async_tp([gather, PLAIN, SCATTER], ())  # one of the two
-    assert (layer.target, scatter) == ("autopar.gathered_rows_linear.default", SCATTER)
+    assert (layer.target, scatter) == ("autopar.pipelined_all_gather_linear.default", SCATTER)
 
 
 @pytest.mark.parametrize(
