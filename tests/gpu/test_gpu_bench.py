@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.bench import check_trace, request
+from support.bench import check_trace, early_arrivals, request
 
 import autopar
 from autopar import InfeasibleError, Plan
@@ -14,7 +14,6 @@ from autopar.api.model_source import ModelSource
 from autopar.solve.space.constraints import memory_for
 from autopar.tools.bench.baselines.registry import BASELINES
 from autopar.tools.bench.run import run_bench
-from autopar.tools.report.measured_trace import early_arrivals
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@
   graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication), `schedules`.
 - Plans: `handmade` (cuts that a test gives, run in threads), `random_plans`, `explained_plans`.
 - Comparisons: `reference` (one device), `parity` (a parallel model with the reference), `rule_cases` and `rule_oracle`.
-- Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads instead of ranks);
+- Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads as ranks);
   `mesh_worker`, `training_worker` and `random_parity` are scripts that ranks run.
 - The command line: `cli` (in this process), `train_cli` (in its own), `bench`.
 - The test run: `effort` (fast or full), `traces` (cache of traces), `layers` (imports of the package).

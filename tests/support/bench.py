@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import autopar
@@ -52,3 +53,18 @@ def check_trace(trace: dict[str, Any]) -> None:
             assert any(
                 (s["pid"], s["tid"]) == (e["pid"], e["tid"]) and s["ts"] <= e["ts"] < s["ts"] + s["dur"] for s in slices
             )
+
+
+def early_arrivals(trace: Mapping[str, Any]) -> list[str]:
+    """Transfers that arrive before the action that sends them starts, by more than the clocks' error; one line each.
+
+    A sound trace has none. The starts of the two actions are compared, because arrows never go back in time.
+    """
+    arrows = [event for event in trace["traceEvents"] if event["ph"] == "f"]
+    tolerance_us = trace["otherData"]["alignment_error_us"]
+    starts = ((arrow["name"], arrow["args"]["sender_start_us"], arrow["args"]["receiver_start_us"]) for arrow in arrows)
+    return [
+        f"{name}: its sender began at {sender:.1f} µs, it was there at {receiver:.1f} µs"
+        for name, sender, receiver in starts
+        if receiver < sender - tolerance_us
+    ]

@@ -37,7 +37,10 @@ def probe_context(devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Context with its own random numbers, on the CPU and ``devices``, and without compilation."""
     # Compiling some optimizers (timm's Kron) would take minutes.
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` also seeds GPUs, whose states are not all kept
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
         yield
 
 

@@ -165,7 +165,7 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
         ),
         Part(sent, f"sent tensors ({text(sent, BYTES)})"),
         Part(received, f"received tensors ({text(received, BYTES)})"),
-        Part(own.buffer_bytes, f"inputs, boards and libraries ({text(own.buffer_bytes, BYTES)})"),
+        Part(own.buffer_bytes, f"inputs, symmetric buffers and libraries ({text(own.buffer_bytes, BYTES)})"),
         Part(own.transient_bytes, f"{working} ({text(own.transient_bytes, BYTES)})"),
     )
 

@@ -88,18 +88,3 @@ def peer(plan: Plan, rank: int, stage: int) -> int:
     """The rank that runs a stage in the same replica and at the same shard."""
     place = plan.mesh.place(rank)
     return plan.mesh.rank(Place(stage % plan.mesh.pp, place.replica, place.shard))
-
-
-def early_arrivals(trace: Mapping[str, Any]) -> list[str]:
-    """Transfers that arrive before the action that sends them starts, by more than the clocks' error; one line each.
-
-    A sound trace has none. The starts of the two actions are compared, because arrows never go back in time.
-    """
-    arrows = [event for event in trace["traceEvents"] if event["ph"] == "f"]
-    tolerance_us = trace["otherData"]["alignment_error_us"]
-    starts = ((arrow["name"], arrow["args"]["sender_start_us"], arrow["args"]["receiver_start_us"]) for arrow in arrows)
-    return [
-        f"{name}: its sender began at {sender:.1f} µs, it was there at {receiver:.1f} µs"
-        for name, sender, receiver in starts
-        if receiver < sender - tolerance_us
-    ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.bench import FLAGS, KWARGS, TINY, check_trace, request
+from support.bench import FLAGS, KWARGS, TINY, check_trace, early_arrivals, request
 from support.effort import full, only
 
 from autopar.errors import UsageError
@@ -26,7 +26,6 @@ from autopar.tools.bench.run import BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.bench_picture import figure_of
 from autopar.tools.report.figure import save_figure
-from autopar.tools.report.measured_trace import early_arrivals
 
 KEPT = ("plain", "autopar", "ddp")
 

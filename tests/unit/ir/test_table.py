@@ -158,7 +158,7 @@ def test_what_of_collectives_is_hidden_is_said():
     (line,) = [line for line in plan_text(replace(SHARDED, stages=stages), 120).splitlines() if line.startswith("all ")]
     assert (
         " ".join(line.split())
-        == "all of one microbatch; 1.44 ms beside linear layers, the rest 4 % of its time 2.24 ms"
+        == "all of one microbatch; 1.44 ms overlaps linear layers, the rest 4 % of its time 2.24 ms"
     )
 
 

@@ -51,6 +51,13 @@ def test_bytes_per_element(make: Callable[[Parameters], torch.optim.Optimizer], 
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def test_a_probe_seeds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    state_bytes(functools.partial(torch.optim.AdamW, lr=0.1), [weight("w", 512, 300)])
+    assert not seeds
+
+
 @pytest.mark.parametrize("opt", ["sgd", "adamw", "lion", "lamb", "adafactor", "adopt", "muon", "lookahead_adamw"])
 def test_it_is_what_the_model_s_own_parameters_make_it_keep(opt: str) -> None:
     model = tiny_vit(1)

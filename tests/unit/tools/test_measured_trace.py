@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.bench import TINY, check_trace, tiny_plan
+from support.bench import TINY, check_trace, early_arrivals, tiny_plan
 
 from autopar.ir.plan import Plan
 from autopar.runtime.engine.executor import ActionTiming
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
-from autopar.tools.report.measured_trace import MeasuredStep, early_arrivals, trace_events
+from autopar.tools.report.measured_trace import MeasuredStep, trace_events
 
 
 def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredStep:
