@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.groups.checkpoint_segments import segment_starts
+from autopar.cost.groups.recompute_segments import segment_starts
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan

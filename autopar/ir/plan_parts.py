@@ -71,7 +71,7 @@ class Stage:
         params: whole parameters, however they are sharded.
         forward_seconds, backward_seconds: per microbatch on one rank, tensor-parallel collectives included.
         send_bytes: sent forward to later stages, per microbatch and rank.
-        recompute: with "all" the stage's operations form segments (`autopar.cost.groups.checkpoint_segments`). Only the
+        recompute: with "all" the stage's operations form segments (`autopar.cost.groups.recompute_segments`). Only the
             inputs of a segment are kept for the backward, which first runs the segment again; ``backward_seconds``
             include that.
         collective_seconds: tensor-parallel collectives of forward and backward.

@@ -70,9 +70,7 @@ def collective_table(plan: PlanView) -> Table:
     total = sum(b.count * c.seconds for b in plan.blocks for c in b.collectives)
     whole = sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
     exposed = sum(s.collective_seconds for s in plan.stages)
-    hidden = (
-        f"; {text(total - exposed, TIME)} overlaps linear layers, the rest" if exposed < FULLY_EXPOSED * total else ","
-    )
+    hidden = f"; {text(total - exposed, TIME)} overlaps matmuls, the rest" if exposed < FULLY_EXPOSED * total else ","
     share = f"{hidden} {percent(exposed / whole, 0)} of its time" if whole else ""
     table.add_row("all", "", f"of one microbatch{share}", text(total, TIME))
     return table

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import autopar.ops.async_tp.input_grad
-import autopar.ops.async_tp.rows
+import autopar.ops.async_tp.pipelined
 import autopar.ops.collectives
 import autopar.ops.counter_rng
 import autopar.ops.patch_embed

@@ -11,5 +11,5 @@ Results equal the collective and ``aten.linear`` of real numbers, except for rou
 
 `autopar.codegen.fusions.async_tp` puts them into programs.
 
-Read side_stream (the CUDA stream of the collectives), input_grad (the first two), rows (the last two).
+Read side_stream (the CUDA stream of the collectives), input_grad (the first two), pipelined (the last two).
 """

@@ -156,10 +156,7 @@ def test_a_sharded_plan_prints_its_blocks_and_collectives():
 def test_what_of_collectives_is_hidden_is_said():
     stages = tuple(replace(s, collective_seconds=0.4e-3) for s in SHARDED.stages)
     (line,) = [line for line in plan_text(replace(SHARDED, stages=stages), 120).splitlines() if line.startswith("all ")]
-    assert (
-        " ".join(line.split())
-        == "all of one microbatch; 1.44 ms overlaps linear layers, the rest 4 % of its time 2.24 ms"
-    )
+    assert " ".join(line.split()) == "all of one microbatch; 1.44 ms overlaps matmuls, the rest 4 % of its time 2.24 ms"
 
 
 @pytest.mark.parametrize("width", [80, 100])

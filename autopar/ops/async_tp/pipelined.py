@@ -4,9 +4,9 @@ Each rank has a part of the first dim. An input is gathered while this rank's ow
 rows are. An output is computed for the peers first and transferred while this rank's own rows are multiplied. Backwards
 do the same with gradients.
 
-torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter give equal bits. The first takes 7 to 15 %
-and the second 34 to 40 % longer for a ViT-L layer of 16 and 64 images (docs/benchmarks.md, Symmetric memory). This was
-measured on two NVIDIA H200 with torch 2.11, CUDA graphs and bf16.
+torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter give equal bits. For a ViT-L layer of 16 and
+64 images the first takes 7 to 15 % and the second 34 to 40 % longer: two NVIDIA H200, torch 2.11, CUDA graphs, bf16
+(docs/benchmarks.md, "Symmetric memory: torch's operators and autopar's").
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from support.effort import examples
 from support.models import TwoHeads
 from torch import nn
 
-from autopar.cost.groups.checkpoint_segments import MAX_EXCESS, segment_starts, with_segments
 from autopar.cost.groups.cost_graph import price
+from autopar.cost.groups.recompute_segments import MAX_EXCESS, segment_starts, with_segments
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import GraphStats, OpStats, graph_stats
 from autopar.ir.graph import Graph, Op, Ref, Value
