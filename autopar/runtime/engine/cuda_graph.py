@@ -184,6 +184,7 @@ class CudaGraphCache:
                 self.capture_step(cached, request)
         except Exception as error:  # raised by the user's loss, an optimizer or an operation under capture
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            end_random_capture(rank.device)
         all_ranks = range(rank.spec.mesh.devices)
         failed = rank.flag_recorder.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
         if failed:
@@ -265,6 +266,13 @@ def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     places = (place for place in {**before, **after} if before.get(place) != after.get(place))
     place = next(places)
     return f"`{place}` (was {before.get(place, 'not there')}, is {after.get(place, 'not there')})"
+
+
+def end_random_capture(device: torch.device) -> None:
+    """Have a GPU's default generator draw outside of graphs again: torch (2.11) leaves it in a capture that failed."""
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        generator.graphsafe_set_state(generator.clone_state())  # the clone is not in capture
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
