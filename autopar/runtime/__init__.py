@@ -5,15 +5,17 @@ Input: one `spec.RankSpec` per rank, its parts of the weights, and `Program`s. O
 a `spec.StepRequest` and return a `spec.RankStepResult`.
 
 Reading order:
-    spec.py       plain data that goes to a rank and comes back
-    rank.py       one rank: weights, programs, steps, state
-    engine/       the hot loop: bound schedules, CUDA graphs, staging, metrics
-    comm/         process groups, point-to-point, symmetric memory, collectives
-    params/       main-grad buffers, their reduction, ZeRO-1 all-gather, low-precision copies
-    optim/        optimizer step, clipping, loss scaling, EMA
-    checkpoint/   saving and loading a rank's state
-    launch/       worker pool, torchrun and srun, failure propagation
-    memory/       allocator settings, peaks, out-of-memory errors
+    spec.py          plain data that goes to a rank and comes back
+    rank.py          one rank: weights, programs, steps, state
+    commands.py      the calls that a rank answers
+    random_state.py  random numbers apart from those of the user's script
+    engine/          the hot loop: bound schedules, CUDA graphs, staging, metrics
+    comm/            process groups, point-to-point, symmetric memory, collectives
+    params/          main-grad buffers, their reduction, ZeRO-1 all-gather, low-precision copies
+    optim/           optimizer step, clipping, loss scaling, EMA
+    checkpoint/      saving and loading a rank's state
+    launch/          worker pool, torchrun and srun, failure propagation
+    memory/          allocator settings, peaks, out-of-memory errors
 
 >>> rank_text(Mesh(pp=2, tp=2), 3)
 'rank 3 (stage 1, shard 1)'

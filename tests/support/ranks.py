@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.ir.mesh import Mesh
 from autopar.ops.collectives import on
-from autopar.runtime.comm.mesh_groups import GroupCommunicator, axis_ranks, register_axes
+from autopar.runtime.comm.axis_communicators import GroupCommunicator, axis_ranks, register_axes
 from autopar.runtime.comm.process_group import ProcessGroupTransport
 from support.forks import forked
 

@@ -20,7 +20,7 @@ from autopar.measure.machine.points import OpCounts
 from autopar.measure.timer import Timing, Workload, inner_runs, mean_seconds, time_captured, time_repeats
 from autopar.measure.workers import WorkerContext
 from autopar.ops.collectives import Communicator, register
-from autopar.runtime.comm.mesh_groups import GroupCommunicator
+from autopar.runtime.comm.axis_communicators import GroupCommunicator
 from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
 from autopar.runtime.comm.symmetric_p2p import gather_peer_access, have_peer_access
 

@@ -200,6 +200,9 @@ class PartsLoadPlanner(DefaultLoadPlanner):
             items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in reads]
         return items
 
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        raise AssertionError(f"{read_item} is no tensor")  # the default planner would unpickle any object
+
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         piece = self.pieces[int(index.fqn)]
         assert index.offset is not None

@@ -15,6 +15,6 @@ Reading order:
     symmetric_p2p.py          point-to-point through peers' memory
     symmetric_collectives.py  collectives of a mesh axis through peers' memory
     replica_collectives.py    gradient and weight collectives of the data-parallel replicas
-    mesh_groups.py            communicators of the mesh axes
+    axis_communicators.py     communicators of the mesh axes
     connect.py                all of these for one rank
 """

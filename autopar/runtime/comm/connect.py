@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.mesh_groups import axis_ranks, register_axes, unregister
+from autopar.runtime.comm.axis_communicators import axis_ranks, register_axes, unregister
 from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank

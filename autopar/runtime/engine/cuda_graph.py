@@ -271,7 +271,7 @@ def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 def end_random_capture(device: torch.device) -> None:
     """Have a GPU's default generator draw outside of graphs again: torch (2.11) leaves it in a capture that failed."""
     if device.type == "cuda":
-        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        generator = torch.cuda.default_generators[device.index]
         generator.graphsafe_set_state(generator.clone_state())  # the clone is not in capture
 
 

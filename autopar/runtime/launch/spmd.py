@@ -26,6 +26,7 @@ from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
+from autopar.runtime.random_state import RandomState
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
@@ -33,36 +34,6 @@ MAX_NAMED = 4  # number of decision parts that an error lists
 
 # Numbers this process's groups: a new group must not read addresses that an earlier one left in the store.
 ROUNDS = itertools.count()
-
-
-class RandomState:
-    """Random state of a rank that shares its process with the user's script. Neither affects the other's draws."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.devices = [device] if self.on_gpu else []
-        with torch.random.fork_rng(self.devices):
-            torch.default_generator.manual_seed(seed)
-            if self.on_gpu:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(seed)
-            self.states = self.current()
-
-    def current(self) -> list[torch.Tensor]:
-        """Random states of the process: the CPU's, then the GPU's."""
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which the process draws from this state; the state continues in the next context."""
-        with torch.random.fork_rng(self.devices):
-            torch.set_rng_state(self.states[0])
-            for state, device in zip(self.states[1:], self.devices):
-                torch.cuda.set_rng_state(state, device)
-            try:
-                yield
-            finally:
-                self.states = self.current()
 
 
 class InProcessBackend:

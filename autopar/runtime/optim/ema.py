@@ -97,7 +97,7 @@ def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:
     """
     weights = {w.name: w for w in graph.weights if w.kind != "constant"}
     small = {name: small_weight(weight) for name, weight in weights.items()}
-    with probe_context():
+    with probe_context(torch.device("cpu")):
         averages = Average(make, small, weights).tensors()
     kept = {name: tensor.nbytes / tensor.numel() for name, tensor in averages.items() if tensor.numel()}
     return replace(

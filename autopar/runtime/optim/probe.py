@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import UsageError
 from autopar.ir.graph import Weight
+from autopar.runtime.random_state import RandomState
 
 MAX_DIM_SIZE = 64  # maximal size of a probe parameter's dims
 STEPS = 5
@@ -33,14 +34,10 @@ TOLERANCE = 1e-4
 
 
 @contextmanager
-def probe_context(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Context with its own random numbers, on the CPU and ``devices``, and without compilation."""
+def probe_context(device: torch.device) -> Iterator[None]:
+    """Context with its own random numbers, on the CPU and ``device``, and without compilation."""
     # Compiling some optimizers (timm's Kron) would take minutes.
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` also seeds GPUs, whose states are not all kept
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
+    with RandomState(0, device).active(), torch.compiler.set_stance("force_eager"):
         yield
 
 
@@ -192,7 +189,7 @@ def probed(
         if others:
             seconds.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(len(kinds) + number)))
     shapes = sorted({kind.shape for kind in kinds}, key=prod)
-    with probe_context([like.device] if like.device.type == "cuda" else []):
+    with probe_context(like.device):
         members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for param in [*firsts, *seconds]:
             members[param.kind.group] += param.pieces

@@ -37,7 +37,7 @@ def state_bytes(make: Callable[[Parameters], Optimizer], weights: Sequence[Weigh
     Error: dims are cut to 64. State that grows with a parameter's rows and columns instead of its elements (Adafactor)
         is therefore too large, but still small.
     """
-    with probe_context():
+    with probe_context(torch.device("cpu")):
         small = {w.name: nn.Parameter(torch.randn_like(small_weight(w))) for w in weights}
         optimizer = made(make, small)
         if needs_closure(optimizer):

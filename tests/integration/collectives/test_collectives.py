@@ -18,8 +18,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.ops.collectives import join_parts, stack_parts
 from autopar.ops.registry import operator
+from autopar.runtime.comm.axis_communicators import GroupCommunicator, axis_ranks, register_axes, unregister
 from autopar.runtime.comm.connect import connect_rank
-from autopar.runtime.comm.mesh_groups import GroupCommunicator, axis_ranks, register_axes, unregister
 from autopar.runtime.comm.protocols import TransportError
 
 ops = torch.ops.autopar

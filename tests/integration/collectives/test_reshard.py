@@ -12,7 +12,7 @@ from support.ranks import axis_key, index, main, run_on_ranks, summed, tensor_ax
 
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
 from autopar.ops.registry import operator
-from autopar.runtime.comm.mesh_groups import GroupCommunicator
+from autopar.runtime.comm.axis_communicators import GroupCommunicator
 from autopar.sharding.reshard import reshard_steps
 from autopar.sharding.tensors import local_part
 

@@ -21,7 +21,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Mode, Ref
 from autopar.ir.layout import REPLICATED, look_up, split_layout
 from autopar.ir.program import Program
-from autopar.runtime.comm.mesh_groups import GroupCommunicator
+from autopar.runtime.comm.axis_communicators import GroupCommunicator
 from autopar.sharding.propagate import ops_without_rule
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.sharding.tensors import local_part

@@ -1,4 +1,4 @@
-"""What programs reserve of buffers is what their collectives take, by operator and in whole models."""
+"""Programs reserve as many buffer bytes as their collectives take, by operator and in whole models."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Signal:
 
 
 class Pressed(Callback):
-    """Ctrl-C is pressed when the first epoch is told."""
+    """Press Ctrl-C when the first epoch is reported."""
 
     def on_epoch(self, trainer: autopar.train.TrainerView, report) -> None:
         if report.epoch == 1:

@@ -67,7 +67,7 @@ def test_a_run_goes_on_in_another_folder(tmp_path: Path):
 
 
 def test_a_trainer_goes_on_with_what_it_began(tmp_path: Path):
-    """In the folder of its own checkpoints, and in another one than that which it went on from."""
+    """A resumed run writes to the folder of its checkpoints, or to a new one."""
     old, new = tmp_path / "old", tmp_path / "new"
     with parallel() as pm:
         run = trainer(pm, epochs=1, callbacks=(JsonLog(old), Checkpoints(old)))
