@@ -1,8 +1,8 @@
 """Faults of random kinds at random moments of training runs.
 
 A run with a fault ends soon, with one error that names rank and cause, or goes on; it leaves no process, port, shared
-memory or temporary file. The next run goes on from the last checkpoint. In the end the losses are those of a run without
-faults, to the last bit.
+memory or temporary file. The next run goes on from the last checkpoint. In the end the losses are those of a run
+without faults, to the last bit.
 """
 
 from __future__ import annotations
