@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autopar.errors import UsageError
+from autopar.runtime.launch.attempt import attempt_name
 
 START_SECONDS = 300.0  # time for all processes to import their modules
 DEFAULT_PORT = 29500  # torch's default
@@ -110,22 +111,29 @@ def starts_once(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def launcher_store(launch: Launched) -> dist.Store:
-    """Store where the ranks meet. A process keeps one store for its whole life, since it may be the server.
+    """Store of the ranks that the launcher started together, without keys of an earlier attempt.
 
     Raises:
         UsageError: other ranks did not connect in time.
     """
     try:
-        store, _, _ = next(
-            dist.rendezvous(launch.address, launch.rank, launch.world, timeout=timedelta(seconds=START_SECONDS))
-        )
-    except dist.DistError as error:
+        store = connected_store(launch)
+        name = attempt_name(dist.PrefixStore("autopar", store), launch.rank, launch.world, START_SECONDS)
+    except (dist.DistError, TimeoutError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"Rank {launch.rank} did not meet the other {launch.world - 1} that {launch.launcher} started, at "
             f"{meeting_point(launch)} within {START_SECONDS:.0f} s: {reason}. Check that all of them run "
             "this script, that rank 0 is on that host, and that no other job uses the port (MASTER_PORT)."
         ) from error
+    return dist.PrefixStore(f"autopar/{name}", store)
+
+
+@functools.cache
+def connected_store(launch: Launched) -> dist.Store:
+    """Store at the launcher's address. A process keeps it for its whole life, since it may be the server."""
+    timeout = timedelta(seconds=START_SECONDS)
+    store, _, _ = next(dist.rendezvous(launch.address, launch.rank, launch.world, timeout=timeout))
     return store
 
 
@@ -140,7 +148,7 @@ def broadcast_from_rank0(text: str) -> str:
     launch = launched()
     if launch is None:
         return text
-    store = dist.PrefixStore(f"autopar/told/{next(TOLD)}", launcher_store(launch))
+    store = dist.PrefixStore(f"told/{next(TOLD)}", launcher_store(launch))
     if launch.rank == 0:
         store.set("text", text)
         store.wait(["heard"])

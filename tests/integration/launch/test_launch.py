@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,19 @@ def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.
         UsageError, match=r"Rank 0 did not meet the other 3 that srun started, at 127.0.0.1:\d+ within 1"
     ):
         launcher_store(launch)
+
+
+def test_ranks_that_are_started_again_see_no_key_of_the_last_attempt(environ: Any) -> None:
+    agent = store()  # torchrun's, which outlives the attempts
+    environ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    ranks = [Launched(rank, 2, rank, 2, address=f"tcp://127.0.0.1:{agent.port}") for rank in range(2)]
+    for attempt in range(2):
+        launcher_store.cache_clear()  # as in new processes
+        with ThreadPoolExecutor() as threads:
+            first, second = threads.map(launcher_store, ranks)
+        assert not first.check([KEY])
+        second.set(KEY, f"rank 1 failed in attempt {attempt}")
+        assert first.get(KEY) == second.get(KEY)
 
 
 LEAVING = """
