@@ -61,9 +61,9 @@ class ParallelModel:
         self.plan = plan
         self.machine = machine
         self._spec = spec
-        self.lr_scheduler = SchedulerHandle(self)
         self._model, self._programs, self._ranks = model, programs, ranks
         self._dispatcher = Dispatcher(programs, ranks, spec.recipe.seed)
+        self.lr_scheduler = SchedulerHandle(self._dispatcher, spec.recipe.lr_scheduler is not None)
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
         self._unread: deque[StepResult] = deque()
@@ -368,7 +368,7 @@ class ParallelModel:
 
     def learning_rates(self) -> list[float]:
         """Learning rate of each of the optimizer's parameter groups."""
-        return max(self._call("learning_rates").values(), key=len)
+        return self.lr_scheduler.get_last_lr()
 
     def stats(self) -> dict[int, RankStats]:
         """Measurements of each rank in its last step."""
@@ -408,8 +408,8 @@ class ParallelModel:
 class SchedulerHandle:
     """Steps the learning-rate schedulers of all ranks."""
 
-    def __init__(self, owner: ParallelModel) -> None:
-        self._owner = owner
+    def __init__(self, dispatcher: Dispatcher, has_schedulers: bool) -> None:
+        self._dispatcher, self._has_schedulers = dispatcher, has_schedulers
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call ``step`` of every rank's scheduler.
@@ -428,10 +428,10 @@ class SchedulerHandle:
         self._step("step_update", args, kwargs)
 
     def _step(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._owner._spec.recipe.lr_scheduler is None:
+        if not self._has_schedulers:
             raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
-        self._owner._call("scheduler_step", method, args, kwargs)
+        self._dispatcher.call_all("scheduler_step", method, args, kwargs)
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        return self._owner.learning_rates()
+        return max(self._dispatcher.call_all("learning_rates").values(), key=len)
