@@ -1,4 +1,4 @@
-"""Checks that the ranks of a launcher received batches that belong together."""
+"""Checks that the ranks of a launcher make one call, with batches that belong together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from autopar.ir.mesh import Mesh
 
 SAMPLED_ELEMENTS = 1024  # elements of a sample that `fingerprint` reads, evenly spaced
 HASH_FACTOR = 6364136223846793005  # multiplier of Knuth's MMIX generator: spreads any change over all bits
+
+
+def check_not_refused(refusals: Sequence[str], own: Exception | None, what: str) -> None:
+    """Raise if any rank has refused its part of a call.
+
+    Args:
+        refusals: message of each rank's error; empty where there is none.
+        own: this rank's error.
+        what: what was refused, for the message.
+
+    Raises:
+        UsageError: another rank has refused; or the own error.
+    """
+    if own is not None:
+        raise own
+    rank = next((rank for rank, text in enumerate(refusals) if text), None)
+    if rank is not None:
+        raise UsageError(f"Rank {rank} refused {what}, so nothing has changed on any rank: {refusals[rank]}")
 
 
 def check_batch_sizes(batches: Sequence[tuple[int, int]], data_size: int) -> None:

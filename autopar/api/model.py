@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
 from autopar.api.program_cache import ProgramCache
+from autopar.api.state_dict import misfit
 from autopar.api.step_result import StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir.checkpoint_header import Header
@@ -262,29 +264,27 @@ class ParallelModel:
         return {name: merged[self._aliases[name]] for name in self._state_names}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a state dict of the unmodified model.
+        """Load a state dict of the unmodified model. Under torchrun all ranks call this, and load rank 0's tensors.
 
         Raises:
-            UsageError: names are missing or unknown, or a shape differs; nothing was loaded.
+            UsageError: names are missing or unknown, or a shape differs, on any rank; nothing was loaded.
         """
-        missing = [n for n in self._state_names if n not in state]
-        unknown = [n for n in state if n not in self._aliases]
-        if missing or unknown:
-            raise UsageError(
-                f"The state dict does not fit {self.plan.model.name}: {len(missing)} names missing {missing[:3]}, "
-                f"{len(unknown)} unknown {unknown[:3]}. It must be one of the unmodified model."
-            )
-        weights = self._programs.example.weight
-        for name in self._state_names:
-            expected, got = weights[self._aliases[name]].shape, tuple(state[name].shape)
-            if expected != got:
-                raise UsageError(f"{name} in the state dict has shape {list(got)}, the model's is {list(expected)}.")
-        by_weight = {self._aliases[n]: state[n] for n in self._state_names}
+        weights = {name: self._programs.example.weight[alias] for name, alias in self._aliases.items()}
+        refusal = misfit(state, weights, self._state_names, self.plan.model.name)
+        refusals = self._ranks.gathered(refusal) if isinstance(self._ranks, SpmdBackend) else []
+        check_not_refused(refusals, UsageError(refusal) if refusal else None, "its state dict")
+        tensors = {self._aliases[name]: state[name] for name in self._state_names}
         arguments = {}
-        for rank in self._ranks.numbers:
-            spec = replace(self._spec, rank=rank)
-            names = [name for name in by_weight if spec.place.stage in self._programs.positions[name]]
-            arguments[rank] = ({name: spec.local_part(name, by_weight[name]) for name in names},)
+        if isinstance(self._ranks, SpmdBackend):
+            dtypes = self._ranks.gathered({name: tensor.dtype for name, tensor in tensors.items()})[0]
+            if self._ranks.numbers[0] != 0:
+                tensors = {name: t.to("meta", dtypes[name]) for name, t in tensors.items()}
+            arguments[self._ranks.numbers[0]] = (self._ranks.parts_of_rank0(tensors),)
+        else:
+            for rank in self._ranks.numbers:
+                spec = replace(self._spec, rank=rank)
+                names = [name for name in tensors if spec.place.stage in self._programs.positions[name]]
+                arguments[rank] = ({name: spec.local_part(name, tensors[name]) for name in names},)
         self._dispatcher.call("load", arguments)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connect_rank
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
-from autopar.runtime.comm.process_group import destroy_groups, launch_async
+from autopar.runtime.comm.process_group import as_bytes, destroy_groups, launch_async
 from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
@@ -115,15 +115,31 @@ class SpmdBackend:
         self.random = RandomState(spec.rank_seed, device)
 
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parts of rank 0's weights that this rank holds, by name; ``tensors`` are whole."""
+        """Parts of rank 0's weights that this rank holds, by name.
+
+        Args:
+            tensors: whole weights; on ranks other than 0 only their shapes and dtypes are read.
+        """
         names = {weight.name for weight in spec.weights}
         received = {}
-        for name, tensor in sorted(tensors.items()):
-            copy = tensor.detach().cpu().contiguous().clone()
-            dist.broadcast(copy, 0, group=self.control)
+        for name, tensor in sorted(tensors.items()):  # one by one: a rank has no room for all of them
+            if spec.rank == 0:
+                whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            else:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            try:
+                dist.broadcast(as_bytes(whole.view(-1)), 0, group=self.control)
+            except RuntimeError as error:
+                raise TransportError(f"receiving {name} from rank 0: {error}") from error
             if name in names:
-                received[name] = spec.local_part(name, copy)
+                received[name] = spec.local_part(name, whole)
         return received
+
+    def parts_of_rank0(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `received`, for the running rank. All ranks make the call."""
+        check_open(self)
+        with self.report_failures("receiving weights from rank 0"):
+            return self.received(self.rank.spec, tensors)
 
     def gathered(self, thing: Any) -> list[Any]:
         """Objects that the ranks pass, by rank. All ranks make the call."""

@@ -148,7 +148,18 @@ with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
     reference.step()
     assert abs(pm.train_step(x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3]).loss - loss) < 1e-5
     assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
-    pm.load_state_dict(model.state_dict())
+    other = {name: tensor.double() + 1 for name, tensor in model.state_dict().items()}
+    pm.load_state_dict(other if rank else model.state_dict())  # rank 0's counts
+    both = pm._ranks.gathered({name: tensor.detach() for name, tensor in pm._ranks.rank.weights.items()})
+    for replica in both:
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in replica.items())
+    for refused in ({}, None, other | {"layers.1.1.bias": 0.0}):
+        try:
+            pm.load_state_dict(refused if rank else other)
+            raise SystemExit(f"accepted: {refused}")
+        except autopar.UsageError as error:
+            whose = "Rank 1 refused its state dict, so nothing has changed on any rank: "
+            assert str(error).startswith(whose) == (rank == 0) and "state dict" in str(error).removeprefix(whose), error
     assert_all_close(pm.state_dict(), dict(model.state_dict()), "state")
     assert_close(pm.eval()(x[own]), model.eval()(x).detach()[own], "output")
 print(f"rank {rank} agrees", flush=True)
