@@ -18,10 +18,10 @@ from torch import nn
 from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
-from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
+from autopar.api.dispatch import BatchRequest, Dispatcher
 from autopar.api.program_cache import ProgramCache
 from autopar.api.state_dict import misfit
-from autopar.api.step_result import StepMetrics, StepResult
+from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
@@ -149,7 +149,8 @@ class ParallelModel:
         Raises:
             UsageError: as `forward_backward`, or the outputs of microbatches cannot be joined.
         """
-        call = self._programs.bind_call(args, kwargs)
+        with self._dispatcher.checking():
+            call = self._programs.bind_call(args, kwargs)
         request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
         results, outputs = self._dispatcher.carry_out(request)
         assert outputs is not None
@@ -177,11 +178,6 @@ class ParallelModel:
         return self._train("forward_backward", x, y, return_outputs, share)
 
     def _train(self, command: str, x: Any, y: Any, return_outputs: bool, share: float) -> StepResult:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
-            raise UsageError(
-                f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
-                "1 / 4 for each of four equal parts."
-            )
         while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             _ = self._unread.popleft().figures
         request = self._training_request(command, x, y, return_outputs, share)
@@ -210,8 +206,10 @@ class ParallelModel:
     def _training_request(
         self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0
     ) -> BatchRequest:
-        call = as_call(self._model, x)
-        call = self._programs.bind_call(call.args, call.kwargs)
+        with self._dispatcher.checking():
+            check_share(share)
+            call = as_call(self._model, x)
+            call = self._programs.bind_call(call.args, call.kwargs)
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
@@ -238,7 +236,8 @@ class ParallelModel:
         With data parallelism it is faster than the two calls: gradients are reduced over the replicas while the last
         backward still runs.
         """
-        self._check_optimizer()
+        with self._dispatcher.checking():
+            self._check_optimizer()
         return self._train("train_step", x, y, return_outputs, share)
 
     def zero_grad(self) -> None:
@@ -403,6 +402,15 @@ class ParallelModel:
 
     def _call(self, name: str, *arguments: Any) -> dict[int, Any]:
         return self._dispatcher.call_all(name, *arguments)
+
+
+def check_share(share: float) -> None:
+    """Raise a UsageError unless ``share`` is a number above 0."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
+        raise UsageError(
+            f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
+            "1 / 4 for each of four equal parts."
+        )
 
 
 class SchedulerHandle:

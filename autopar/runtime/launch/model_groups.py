@@ -1,4 +1,4 @@
-"""Process groups of the models in a launcher's process: the default group, which they share, and those of dropped models.
+"""Process groups of a launcher's process: the default group, which its models share, and those of dropped models.
 
 torch has one default process group per process, of which all other groups are parts. If the user has made it, autopar
 makes groups in it and never destroys it.
@@ -22,7 +22,7 @@ DROPPED: dict[int, ExitStack] = {}
 
 
 class DefaultGroup:
-    """Default process group that autopar makes for the first of its models that is open, and destroys after the last."""
+    """Default process group that autopar makes for the first open model, and destroys after the last one."""
 
     def __init__(self) -> None:
         self.group: Any = None

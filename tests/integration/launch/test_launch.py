@@ -377,7 +377,8 @@ from autopar.runtime.launch import failure_watch as alarm
 alarm.POLL_SECONDS, alarm.GRACE_SECONDS, alarm.PATIENT_SECONDS = 0.05, 0.2, float(sys.argv[2])
 alarm.CONNECT_SECONDS = 0.1
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-own = alarm.FailureWatcher(dist.TCPStore("127.0.0.1", served.port, is_master=False), "failed/0", "rank 1", lambda: False)
+client = dist.TCPStore("127.0.0.1", served.port, is_master=False)
+own = alarm.FailureWatcher(client, "failed/0", "rank 1", lambda: False)
 if sys.argv[1] == "gone":
     del served
 else:

@@ -81,5 +81,5 @@ def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore, threads: Threa
     for rank, text in zip(started, ("^rank 1, 3 did not answer$", "^rank 0 waits for other ranks$")):
         with pytest.raises(TimeoutError, match=text):
             rank.result()
-    with pytest.raises(TimeoutError, match="^rank 0 did not answer$"):
+    with pytest.raises(TimeoutError, match=r"^rank 0 did not answer$"):
         ranks.start(1, 0.1).result()
