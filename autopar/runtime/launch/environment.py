@@ -21,7 +21,8 @@ from autopar.runtime.launch.attempt import attempt_name
 
 START_SECONDS = 300.0  # time for all processes to import their modules
 DEFAULT_PORT = 29500  # torch's default
-PORTS = 1000  # range of ports, so that jobs which share a node use different ones
+PORTS = 1000  # range of ports, so that jobs and steps which share a node use different ones
+STEP_PORTS = 331  # between the ports of a job's steps, since jobs that share a node often have consecutive numbers
 RESERVED_STEPS = 0xFFFFFFF0  # first of the step ids that Slurm reserves: batch script, interactive shell, extern
 TOLD = itertools.count()  # numbers the broadcasts, so that a later one does not read an earlier one's text
 MASTER_REMEDY = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
@@ -85,7 +86,8 @@ def by_srun(environ: Mapping[str, str]) -> Launched | None:
         )
     rank = int(environ["SLURM_PROCID"])
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
-    port = int(environ.get("MASTER_PORT", DEFAULT_PORT + int(environ.get("SLURM_JOB_ID", "0")) % PORTS))
+    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = int(environ.get("MASTER_PORT", DEFAULT_PORT + (job + STEP_PORTS * step) % PORTS))
     return Launched(
         rank,
         world,

@@ -56,6 +56,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
         (SLURM | {"MASTER_PORT": "1234"}, Launched(3, 4, 1, 4, 1, "srun", "tcp://node0:1234")),
         (SLURM | NODES, Launched(3, 4, 1, 2, 2, "srun", "tcp://node0:30211")),
         (SLURM | NODES | STEP | {"SLURM_NTASKS": "9"}, Launched(3, 4, 1, 2, 2, "srun", "tcp://node0:30211")),
+        (SLURM | NODES | STEP | {"SLURM_STEP_ID": "2"}, Launched(3, 4, 1, 2, 2, "srun", "tcp://node0:29873")),
         (SLURM | TORCHRUN, Launched(1, 4, 0, 1, 2)),  # torchrun inside srun
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
