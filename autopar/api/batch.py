@@ -110,18 +110,18 @@ def check_real(tree: Any, what: str, rank: int) -> None:
         )
 
 
-def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
-    """Targets of each microbatch.
-
-    Raises:
-        UsageError: the first size of a target tensor is not the batch.
-    """
-    leaves, spec = flatten(targets)
+def check_targets(leaves: Sequence[Any], batch: int) -> None:
+    """Raise a UsageError if the first size of a target tensor is not the batch."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] != batch:
             raise UsageError(
                 f"A target has shape {list(leaf.shape)} for a batch of {batch}: its first dim must be the batch."
             )
+
+
+def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
+    """Targets of each microbatch; `check_targets` has passed."""
+    leaves, spec = flatten(targets)
     return [unflatten(part, spec) for part in split_leaves(leaves, batch, sizes)]
 
 

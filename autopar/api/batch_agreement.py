@@ -1,17 +1,152 @@
-"""Checks that the ranks of a launcher received batches that belong together."""
+"""Checks that the ranks of a launcher make one call, with batches that belong together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+from zlib import crc32
 
 import torch
 
 from autopar.api.batch import shards_of
+from autopar.api.step_result import MAX_STEPS_IN_FLIGHT
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
+from autopar.runtime.engine.metrics import start_readback
+from autopar.runtime.launch.spmd import SpmdBackend
 
 SAMPLED_ELEMENTS = 1024  # elements of a sample that `fingerprint` reads, evenly spaced
+# Batches of a signature whose content is compared: the first ones, then one in so many.
+FIRST_CHECKS, CHECK_EVERY = 3, 16
+MAX_KINDS = 64  # bounds the memory of a caller whose batches all differ in shape
 HASH_FACTOR = 6364136223846793005  # multiplier of Knuth's MMIX generator: spreads any change over all bits
+
+
+class BatchAgreement:
+    """Agreement of a launcher's ranks on each batch: one all-gather of a few whole numbers.
+
+    Ranks must agree on the number of samples, since ranks with other sizes would wait for tensors that never come.
+    Ranks of a tensor-parallel group need the same samples, so fingerprints of inputs and targets are compared: of the
+    first `FIRST_CHECKS` batches of each signature, then of every `CHECK_EVERY`-th. Fingerprints of CPU tensors are
+    compared before the batch runs. Reading those of GPU tensors would wait for the GPU, so they are compared
+    `MAX_STEPS_IN_FLIGHT` batches later. A sampler that shards wrongly does so from the first batch on; it is reported
+    at the third batch at the latest.
+
+    A rank that refuses its part of a call, such as a target of a wrong shape, takes part in the all-gather too, so that
+    all ranks raise an error and the run can go on. So do ranks that make different calls.
+
+    ``flag`` is sent along with each batch, and ``any_flag`` says whether any rank's flag was true the last time.
+    ``kinds`` and ``shapes`` are every rank's checksums of its last batch: all ranks bind and capture steps by them, so
+    that they do so together even if they see different parts of the batch.
+    """
+
+    def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
+        self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
+        self.flag = self.any_flag = False
+        self.kinds: tuple[int, ...] = ()
+        self.shapes: tuple[int, ...] = ()
+        self.pending: deque[Callable[[], list[int]]] = deque()  # fingerprints of batches on GPUs
+        self.num_batches: Counter[int] = Counter()  # that the ranks agreed on, by kind
+
+    def start(self, call: str, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
+        """Start the all-gather; the returned function waits for it and compares the ranks' numbers.
+
+        Args:
+            call: the call, without its batch, as text.
+            values: leaves of the inputs and targets.
+
+        Raises:
+            UsageError: from the returned function, on all ranks, if they do not agree.
+        """
+        now, late = (0, 0)
+        if self.mesh.tp > 1:
+            now, late = self.fingerprints(values if self.is_checked(kind) else ())
+        exchanged = self.ranks.exchange((batch, self.flag, now, late, kind, shapes, False, checksum(call)))
+
+        def agree() -> None:
+            rows = self.rows(exchanged)
+            if any(row[6] for row in rows):
+                check_not_refused(self.ranks.gathered(""), None, f"its part of {call}")
+            if len({row[7] for row in rows}) > 1:
+                check_same_call(self.ranks.gathered(call))
+            if len(self.num_batches) == MAX_KINDS:
+                self.num_batches.clear()
+            self.num_batches[kind] += 1
+            self.kinds, self.shapes = tuple(row[4] for row in rows), tuple(row[5] for row in rows)
+            sizes = [(self.mesh.place(rank).replica, row[0]) for rank, row in enumerate(rows)]
+            check_batch_sizes(sizes, self.data_size)
+            check_same_samples([row[2] for row in rows], self.mesh)
+            check_same_samples(
+                [row[3] for row in rows],
+                self.mesh,
+                f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong",
+            )
+
+        return agree
+
+    def refuse(self, error: Exception) -> None:
+        """Take part in the agreement on a call that this rank refuses, and pass the error's message to the others."""
+        _, late = self.fingerprints(()) if self.mesh.tp > 1 else (0, 0)
+        self.rows(self.ranks.exchange((0, self.flag, 0, late, 0, 0, True, 0)))
+        self.ranks.gathered(str(error) or type(error).__name__)
+
+    def rows(self, exchanged: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """The numbers of each rank, with `any_flag` set."""
+        rows = exchanged()
+        self.any_flag = any(row[1] for row in rows)
+        return rows
+
+    def is_checked(self, kind: int) -> bool:
+        """Whether the next batch of a kind is compared by content."""
+        number = self.num_batches[kind] + 1
+        return number <= FIRST_CHECKS or number % CHECK_EVERY == 0
+
+    def fingerprints(self, values: Sequence[Any]) -> tuple[int, int]:
+        """Fingerprint of the values on the CPU, and of the values that were on a GPU `MAX_STEPS_IN_FLIGHT` calls ago.
+
+        0 stands for no tensor to compare.
+        """
+        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        on_gpu = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        on_cpu = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        self.pending.append(start_readback(fingerprint(on_gpu).reshape(1)) if on_gpu else lambda: [0])
+        late = self.pending.popleft()()[0] if len(self.pending) > MAX_STEPS_IN_FLIGHT else 0
+        return int(fingerprint(on_cpu)) if on_cpu else 0, late
+
+
+def check_not_refused(refusals: Sequence[str], own: Exception | None, what: str) -> None:
+    """Raise if any rank has refused its part of a call.
+
+    Args:
+        refusals: message of each rank's error; empty where there is none.
+        own: this rank's error.
+        what: what was refused, for the message.
+
+    Raises:
+        UsageError: another rank has refused; or the own error.
+    """
+    if own is not None:
+        raise own
+    rank = next((rank for rank, text in enumerate(refusals) if text), None)
+    if rank is not None:
+        raise UsageError(f"Rank {rank} refused {what}, so nothing has changed on any rank: {refusals[rank]}")
+
+
+def check_same_call(calls: Sequence[str]) -> None:
+    """Raise a UsageError if the ranks make different calls.
+
+    Args:
+        calls: each rank's call as text.
+    """
+    listed = ", ".join(
+        f"{call} on rank {', '.join(str(rank) for rank, other in enumerate(calls) if other == call)}"
+        for call in dict.fromkeys(calls)
+    )
+    raise UsageError(
+        f"The ranks make different calls: {listed}. Nothing has changed. Every rank makes the same calls in the same "
+        "order, on its own part of the batch."
+    )
 
 
 def check_batch_sizes(batches: Sequence[tuple[int, int]], data_size: int) -> None:
@@ -75,3 +210,8 @@ def fingerprint(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         factors = torch.arange(len(content), device=leaf.device) * 2 + 1
         total = (total * HASH_FACTOR + (content * factors * factors).sum()) | 1
     return total
+
+
+def checksum(*values: Any) -> int:
+    """CRC-32 of the values' ``repr``."""
+    return crc32(repr(values).encode())

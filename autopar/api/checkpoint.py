@@ -17,6 +17,7 @@ from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir.checkpoint_header import Header, SavedWeight
 from autopar.ir.graph import Weight
 from autopar.ir.plan import Plan
+from autopar.ir.units import plural
 from autopar.runtime.checkpoint.folder import check_files
 from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
@@ -106,15 +107,17 @@ def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Heade
     """Load a checkpoint on all ranks and return its header; a ResumeWarning names each difference to this run.
 
     Args:
-        here: what the model would save.
+        current: what the model would save.
         spec: the spec of any rank.
 
     Raises:
-        CheckpointError: the folder has no checkpoint, or it is damaged or of another model.
+        CheckpointError: the folder has no checkpoint, it is damaged or of another model, or the ranks see different
+            ones.
     """
     path = str(Path(folder).absolute())
     headers = ranks.call_all("inspect_checkpoint", path)
     raise_first(headers)
+    check_same_header(headers, path)
     header: Header = headers[min(headers)]
     check_same_model(header, current, path)
     results = ranks.call_all("load_checkpoint", path, header)
@@ -132,6 +135,20 @@ def raise_first(results: Mapping[int, Any]) -> None:
     for _, result in sorted(results.items()):
         if isinstance(result, CheckpointError):
             raise result
+
+
+def check_same_header(headers: Mapping[int, Header], folder: str) -> None:
+    """Raise a CheckpointError if the ranks read different headers, as from copies of different age on their nodes."""
+    texts = {rank: header.to_json() for rank, header in headers.items()}
+    first = min(headers)
+    other = next((rank for rank in sorted(headers) if texts[rank] != texts[first]), None)
+    if other is not None:
+        saved = [plural(headers[rank].updates, "update") for rank in (first, other)]
+        raise CheckpointError(
+            f"The ranks see different checkpoints in {folder}: rank {first} one after {saved[0]}, rank {other} another "
+            f"one after {saved[1]}. Nothing was loaded. Use a folder on a disk that all nodes share, or copy one "
+            "checkpoint to all of them."
+        )
 
 
 def check_same_model(saved: Header, current: Header, folder: str) -> None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
-from zlib import crc32
 
 import torch
 
-from autopar.api.batch import Outputs, check_divisible, check_real, join_outputs, replica_sizes, split_targets
-from autopar.api.batch_agreement import check_batch_sizes, check_same_samples, fingerprint
+from autopar.api.batch import (
+    Outputs,
+    check_divisible,
+    check_real,
+    check_targets,
+    join_outputs,
+    replica_sizes,
+    split_targets,
+)
+from autopar.api.batch_agreement import BatchAgreement, checksum
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
 from autopar.ir.graph import Mode, Ref
-from autopar.ir.mesh import Mesh, Place
+from autopar.ir.mesh import Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.program import input_names
 from autopar.ir.pytree import leaves as pytree_leaves
 from autopar.ops.counter_rng import counter_rows
 from autopar.runtime.commands import command_named
 from autopar.runtime.engine.executor import StepData
-from autopar.runtime.engine.metrics import start_readback
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import StepRequest
@@ -33,11 +39,6 @@ from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.random_ops import RNG_COUNTERS
 
-# Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
-# more inputs in memory, and report errors further from their cause.
-MAX_STEPS_IN_FLIGHT = 2
-# Batches of a signature whose content is compared: the first ones, then one in so many.
-FIRST_CHECKS, CHECK_EVERY = 3, 16
 MAX_CACHED_PARTITIONS = 64  # bounds the memory of a caller whose batches all differ in shape
 
 
@@ -58,6 +59,13 @@ class BatchRequest:
     target: tuple[Any] | None = None
     keep_outputs: bool = False
     share: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """The call without its batch, in which all ranks must agree."""
+        outputs = " with outputs" if self.keep_outputs and self.target is not None else ""
+        share = f", share={self.share}" if self.share != 1.0 else ""
+        return f"{self.command} in {self.mode} mode{outputs}{share}"
 
 
 @dataclass(frozen=True)
@@ -117,78 +125,6 @@ class Microbatch:
         return [by_name[name] for name in input_names(self.specialization.programs[stage] for stage in stages)]
 
 
-class BatchAgreement:
-    """Agreement of a launcher's ranks on each batch: one all-gather of a few whole numbers.
-
-    Ranks must agree on the number of samples, since ranks with other sizes would wait for tensors that never come.
-    Ranks of a tensor-parallel group need the same samples, so fingerprints of inputs and targets are compared: of the
-    first `FIRST_CHECKS` batches of each signature, then of every `CHECK_EVERY`-th. Fingerprints of CPU tensors are
-    compared before the batch runs. Reading those of GPU tensors would wait for the GPU, so they are compared
-    `MAX_STEPS_IN_FLIGHT` batches later. A sampler that shards wrongly does so from the first batch on; it is reported
-    at the third batch at the latest.
-
-    ``flag`` is sent along with each batch, and ``any_flag`` says whether any rank's flag was true the last time.
-    ``kinds`` and ``shapes`` are every rank's checksums of its last batch: all ranks bind and capture steps by them, so
-    that they do so together even if they see different parts of the batch.
-    """
-
-    def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
-        self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
-        self.flag = self.any_flag = False
-        self.kinds: tuple[int, ...] = ()
-        self.shapes: tuple[int, ...] = ()
-        self.pending: deque[Callable[[], list[int]]] = deque()  # fingerprints of batches on GPUs
-        self.num_batches: Counter[int] = Counter()  # by kind
-
-    def start(self, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
-        """Start the all-gather; the returned function waits for it and compares the ranks' numbers.
-
-        Args:
-            values: leaves of the inputs and targets.
-
-        Raises:
-            UsageError: from the returned function, on all ranks, if they do not agree.
-        """
-        now, late = (0, 0)
-        if self.mesh.tp > 1:
-            now, late = self.fingerprints(values if self.is_checked(kind) else ())
-        exchanged = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
-
-        def agree() -> None:
-            rows = exchanged()
-            self.any_flag = any(row[1] for row in rows)
-            self.kinds, self.shapes = tuple(row[4] for row in rows), tuple(row[5] for row in rows)
-            sizes = [(self.mesh.place(rank).replica, row[0]) for rank, row in enumerate(rows)]
-            check_batch_sizes(sizes, self.data_size)
-            check_same_samples([row[2] for row in rows], self.mesh)
-            check_same_samples(
-                [row[3] for row in rows],
-                self.mesh,
-                f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong",
-            )
-
-        return agree
-
-    def is_checked(self, kind: int) -> bool:
-        """Whether the next batch of a kind is compared by content."""
-        if len(self.num_batches) > MAX_CACHED_PARTITIONS:
-            self.num_batches.clear()
-        self.num_batches[kind] += 1
-        return self.num_batches[kind] <= FIRST_CHECKS or self.num_batches[kind] % CHECK_EVERY == 0
-
-    def fingerprints(self, values: Sequence[Any]) -> tuple[int, int]:
-        """Fingerprint of the values on the CPU, and of the values that were on a GPU `MAX_STEPS_IN_FLIGHT` calls ago.
-
-        0 stands for no tensor to compare.
-        """
-        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        on_gpu = [leaf for leaf in tensors if leaf.device.type != "cpu"]
-        on_cpu = [leaf for leaf in tensors if leaf.device.type == "cpu"]
-        self.pending.append(start_readback(fingerprint(on_gpu).reshape(1)) if on_gpu else lambda: [0])
-        late = self.pending.popleft()()[0] if len(self.pending) > MAX_STEPS_IN_FLIGHT else 0
-        return int(fingerprint(on_cpu)) if on_cpu else 0, late
-
-
 class Dispatcher:
     """Sends commands to the ranks and owns the RNG counters.
 
@@ -215,13 +151,16 @@ class Dispatcher:
         Raises:
             UsageError: averages stand in for the weights and the command needs the weights; or the ranks are closed.
         """
-        command = command_named(name)
-        if self.averaged and not command.allowed_under_averages:
+        self.check_weights_in_place(name)
+        return self.ranks.call(name, arguments)
+
+    def check_weights_in_place(self, name: str) -> None:
+        """Raise a UsageError if averages stand in for the weights, which a command needs."""
+        if self.averaged and not command_named(name).allowed_under_averages:
             raise UsageError(
                 "Inside of ema_weights() averages stand in for the weights: they can be evaluated and read, but not "
                 "trained, loaded or saved. Leave it first."
             )
-        return self.ranks.call(name, arguments)
 
     def call_all(self, name: str, *arguments: Any) -> dict[int, Any]:
         """Results of a command by rank, with the same arguments for all."""
@@ -239,6 +178,16 @@ class Dispatcher:
         self.num_updates += 1
         self.num_drawn = 0
 
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Context in which a rank checks its part of a call on a batch. Its error makes the others raise one too."""
+        try:
+            yield
+        except Exception as error:
+            if self.agreement is not None and self.ranks.failed is None:
+                self.agreement.refuse(error)
+            raise
+
     def carry_out(self, request: BatchRequest) -> tuple[dict[int, Any], Outputs | None]:
         """Results of a command on a batch by rank, and how to join the outputs if they are kept.
 
@@ -249,24 +198,25 @@ class Dispatcher:
         input_key = input_signature(leaves)
         kind = checksum(request.keep_outputs, request.share, input_key, input_signature(targets))
         shapes = checksum(input_key)
+        key = request.mode, request.schedule, request.target is None, request.keep_outputs, input_key
+        known = self.partitions.get(key)
+        with self.checking():
+            self.check_weights_in_place(request.command)
+            partition = known or self.partition(request, leaves)
+            self.check_batch(request, partition, leaves, targets)
         await_agreement = None
         if self.agreement is not None:
-            await_agreement = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
-        key = request.mode, request.schedule, request.target is None, request.keep_outputs, input_key
-        partition = self.partitions.get(key)
-        if partition is None:
-            if await_agreement is not None:
-                await_agreement()
-            partition = self.partition(request, leaves)
+            values = [*leaves, *targets]
+            await_agreement = self.agreement.start(request.text, request.call.batch, kind, shapes, values)
+        microbatches = self.microbatches(request, partition, leaves)
+        rank_requests = {rank: self.rank_request(request, microbatches, rank) for rank in self.ranks.numbers}
+        if await_agreement is not None:  # as late as possible, so that the all-gather overlaps with the work above
+            await_agreement()
+        if known is None:
+            self.send_programs(partition.all_specializations)
             if len(self.partitions) == MAX_CACHED_PARTITIONS:
                 self.partitions.clear()
             self.partitions[key] = partition
-            await_agreement = None
-        microbatches = self.microbatches(request, partition, leaves)
-        check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
-        rank_requests = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
-        if await_agreement is not None:  # as late as possible, so that the all-gather overlaps with the work above
-            await_agreement()
         kinds, all_shapes = (kind,), (shapes,)
         if self.agreement is not None:
             kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
@@ -292,7 +242,11 @@ class Dispatcher:
         return outputs.join([parts for source in sources for parts in kept[source]])
 
     def partition(self, request: BatchRequest, leaves: Sequence[Any]) -> BatchPartition:
-        """The partition of a batch among the replicas that share it; sends programs that are new to the ranks."""
+        """The partition of a batch among the replicas that share it.
+
+        Raises:
+            UsageError: replicas cannot share the batch, the model does not take it, or its outputs cannot be joined.
+        """
         call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
         if request.target is not None:
             check_divisible(batch, replicas)
@@ -302,12 +256,37 @@ class Dispatcher:
         # Before anything runs: outputs that cannot be joined are an error that must leave no gradients.
         graphs = [s.graph for s in specializations]
         outputs = join_outputs(graphs, specializations[-1].batched) if request.keep_outputs else None
-        self.send_programs(specializations)
         for own in sizes:
             self.check_schedule(request.schedule, specializations, len(own))
         remaining = iter(specializations)
         by_replica = tuple(tuple(islice(remaining, len(replica))) for replica in sizes)
         return BatchPartition(tuple(map(tuple, sizes)), by_replica, outputs)
+
+    def check_batch(
+        self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any], targets: Sequence[Any]
+    ) -> None:
+        """Check the tensors of a batch.
+
+        Raises:
+            UsageError: a target has another number of samples, or a rank reads a tensor that is on the meta device.
+        """
+        check_targets(targets, request.call.batch)
+        if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets)):
+            return
+        for rank in self.ranks.numbers:
+            place = self.mesh.place(rank)
+            own = partition.specializations[place.replica % len(partition.specializations)]
+            programs = [specialization.programs[stage] for specialization in own for stage in self.stages(rank)]
+            names = set(input_names(programs))
+            read = [
+                leaf
+                for specialization in own
+                for leaf, ref in zip(leaves, specialization.graph.leaves)
+                if isinstance(ref, Ref) and ref.name in names
+            ]
+            check_real(read, "input", rank)
+            if place.stage == self.mesh.pp - 1:
+                check_real(targets, "target", rank)
 
     def microbatches(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
@@ -326,17 +305,11 @@ class Dispatcher:
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(counter_rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
-    def rank_request(
-        self, request: BatchRequest, microbatches: list[list[Microbatch]], rank: int, check: bool
-    ) -> StepRequest:
+    def rank_request(self, request: BatchRequest, microbatches: list[list[Microbatch]], rank: int) -> StepRequest:
         """The request of one rank, with its part of the batch.
 
         Args:
             microbatches: by replica that shares the caller's batch.
-            check: whether the caller passed tensors on the meta device.
-
-        Raises:
-            UsageError: the rank reads a tensor that is on the meta device.
         """
         place = self.mesh.place(rank)
         own, last = microbatches[place.replica % len(microbatches)], place.stage == self.mesh.pp - 1
@@ -346,9 +319,6 @@ class Dispatcher:
             [microbatch.target for microbatch in own] if training and last else [],
             [microbatch.share for microbatch in own],
         )
-        if check:
-            check_real(data.inputs, "input", rank)
-            check_real(data.targets, "target", rank)
         return StepRequest(
             mode=request.mode,
             schedule=request.schedule,
@@ -393,11 +363,6 @@ class Dispatcher:
             training=training,
         )
         self.checked.add((name, count))
-
-
-def checksum(*values: Any) -> int:
-    """CRC-32 of the values' ``repr``."""
-    return crc32(repr(values).encode())
 
 
 def draws_random_numbers(specialization: Specialization) -> bool:

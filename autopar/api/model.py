@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
-from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
+from autopar.api.dispatch import BatchRequest, Dispatcher
 from autopar.api.program_cache import ProgramCache
-from autopar.api.step_result import StepMetrics, StepResult
+from autopar.api.state_dict import misfit
+from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
@@ -61,9 +63,9 @@ class ParallelModel:
         self.plan = plan
         self.machine = machine
         self._spec = spec
-        self.lr_scheduler = SchedulerHandle(self)
         self._model, self._programs, self._ranks = model, programs, ranks
         self._dispatcher = Dispatcher(programs, ranks, spec.recipe.seed)
+        self.lr_scheduler = SchedulerHandle(self._dispatcher, spec.recipe.lr_scheduler is not None)
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
         self._unread: deque[StepResult] = deque()
@@ -147,7 +149,8 @@ class ParallelModel:
         Raises:
             UsageError: as `forward_backward`, or the outputs of microbatches cannot be joined.
         """
-        call = self._programs.bind_call(args, kwargs)
+        with self._dispatcher.checking():
+            call = self._programs.bind_call(args, kwargs)
         request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
         results, outputs = self._dispatcher.carry_out(request)
         assert outputs is not None
@@ -175,11 +178,6 @@ class ParallelModel:
         return self._train("forward_backward", x, y, return_outputs, share)
 
     def _train(self, command: str, x: Any, y: Any, return_outputs: bool, share: float) -> StepResult:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
-            raise UsageError(
-                f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
-                "1 / 4 for each of four equal parts."
-            )
         while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             _ = self._unread.popleft().figures
         request = self._training_request(command, x, y, return_outputs, share)
@@ -208,8 +206,10 @@ class ParallelModel:
     def _training_request(
         self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0
     ) -> BatchRequest:
-        call = as_call(self._model, x)
-        call = self._programs.bind_call(call.args, call.kwargs)
+        with self._dispatcher.checking():
+            check_share(share)
+            call = as_call(self._model, x)
+            call = self._programs.bind_call(call.args, call.kwargs)
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
@@ -236,7 +236,8 @@ class ParallelModel:
         With data parallelism it is faster than the two calls: gradients are reduced over the replicas while the last
         backward still runs.
         """
-        self._check_optimizer()
+        with self._dispatcher.checking():
+            self._check_optimizer()
         return self._train("train_step", x, y, return_outputs, share)
 
     def zero_grad(self) -> None:
@@ -262,29 +263,27 @@ class ParallelModel:
         return {name: merged[self._aliases[name]] for name in self._state_names}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a state dict of the unmodified model.
+        """Load a state dict of the unmodified model. Under torchrun all ranks call this, and load rank 0's tensors.
 
         Raises:
-            UsageError: names are missing or unknown, or a shape differs; nothing was loaded.
+            UsageError: names are missing or unknown, or a shape differs, on any rank; nothing was loaded.
         """
-        missing = [n for n in self._state_names if n not in state]
-        unknown = [n for n in state if n not in self._aliases]
-        if missing or unknown:
-            raise UsageError(
-                f"The state dict does not fit {self.plan.model.name}: {len(missing)} names missing {missing[:3]}, "
-                f"{len(unknown)} unknown {unknown[:3]}. It must be one of the unmodified model."
-            )
-        weights = self._programs.example.weight
-        for name in self._state_names:
-            expected, got = weights[self._aliases[name]].shape, tuple(state[name].shape)
-            if expected != got:
-                raise UsageError(f"{name} in the state dict has shape {list(got)}, the model's is {list(expected)}.")
-        by_weight = {self._aliases[n]: state[n] for n in self._state_names}
+        weights = {name: self._programs.example.weight[alias] for name, alias in self._aliases.items()}
+        refusal = misfit(state, weights, self._state_names, self.plan.model.name)
+        refusals = self._ranks.gathered(refusal) if isinstance(self._ranks, SpmdBackend) else []
+        check_not_refused(refusals, UsageError(refusal) if refusal else None, "its state dict")
+        tensors = {self._aliases[name]: state[name] for name in self._state_names}
         arguments = {}
-        for rank in self._ranks.numbers:
-            spec = replace(self._spec, rank=rank)
-            names = [name for name in by_weight if spec.place.stage in self._programs.positions[name]]
-            arguments[rank] = ({name: spec.local_part(name, by_weight[name]) for name in names},)
+        if isinstance(self._ranks, SpmdBackend):
+            dtypes = self._ranks.gathered({name: tensor.dtype for name, tensor in tensors.items()})[0]
+            if self._ranks.numbers[0] != 0:
+                tensors = {name: t.to("meta", dtypes[name]) for name, t in tensors.items()}
+            arguments[self._ranks.numbers[0]] = (self._ranks.parts_of_rank0(tensors),)
+        else:
+            for rank in self._ranks.numbers:
+                spec = replace(self._spec, rank=rank)
+                names = [name for name in tensors if spec.place.stage in self._programs.positions[name]]
+                arguments[rank] = ({name: spec.local_part(name, tensors[name]) for name in names},)
         self._dispatcher.call("load", arguments)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
@@ -368,7 +367,7 @@ class ParallelModel:
 
     def learning_rates(self) -> list[float]:
         """Learning rate of each of the optimizer's parameter groups."""
-        return max(self._call("learning_rates").values(), key=len)
+        return self.lr_scheduler.get_last_lr()
 
     def stats(self) -> dict[int, RankStats]:
         """Measurements of each rank in its last step."""
@@ -405,11 +404,20 @@ class ParallelModel:
         return self._dispatcher.call_all(name, *arguments)
 
 
+def check_share(share: float) -> None:
+    """Raise a UsageError unless ``share`` is a number above 0."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
+        raise UsageError(
+            f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
+            "1 / 4 for each of four equal parts."
+        )
+
+
 class SchedulerHandle:
     """Steps the learning-rate schedulers of all ranks."""
 
-    def __init__(self, owner: ParallelModel) -> None:
-        self._owner = owner
+    def __init__(self, dispatcher: Dispatcher, has_schedulers: bool) -> None:
+        self._dispatcher, self._has_schedulers = dispatcher, has_schedulers
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call ``step`` of every rank's scheduler.
@@ -428,10 +436,10 @@ class SchedulerHandle:
         self._step("step_update", args, kwargs)
 
     def _step(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._owner._spec.recipe.lr_scheduler is None:
+        if not self._has_schedulers:
             raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
-        self._owner._call("scheduler_step", method, args, kwargs)
+        self._dispatcher.call_all("scheduler_step", method, args, kwargs)
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        return self._owner.learning_rates()
+        return max(self._dispatcher.call_all("learning_rates").values(), key=len)

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
+# more inputs in memory, and report errors further from their cause.
+MAX_STEPS_IN_FLIGHT = 2
+
 
 class StepResult:
     """Result of a training step: its loss, gradient norm and time, and the model's outputs if they were kept.

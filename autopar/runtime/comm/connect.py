@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -43,7 +44,7 @@ def connect_rank(
 
     Args:
         tensors: weights of the rank, as `Rank` takes them.
-        opened: closes groups and rank at its exit, also after an error here.
+        opened: closes the groups at its exit, also after an error here, and the rank if it is still in use.
     """
     device = torch.device(spec.device)
     if device.type == "cpu":
@@ -55,5 +56,12 @@ def connect_rank(
     keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
     opened.callback(unregister, keys)
     rank = Rank(spec, tensors, transport, keys)
-    opened.callback(rank.close)
+    opened.callback(close_if_alive, weakref.ref(rank))  # the groups do not keep the memory of a dropped rank
     return rank
+
+
+def close_if_alive(rank: weakref.ref[Rank]) -> None:
+    """Close a rank that has not been freed."""
+    alive = rank()
+    if alive is not None:
+        alive.close()

@@ -7,6 +7,7 @@ carries them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -60,31 +61,48 @@ class ProcessGroupTransport:
         Raises:
             UsageError: ``transport`` is "symmetric", and a rank lacks peer access to another one.
         """
-        timeout = timedelta(seconds=timeout_seconds)
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.timeout = rank, device, timedelta(seconds=timeout_seconds)
         self.posts_early = dist.get_backend() == "gloo"
+        self.opened: list[Any] = []  # process groups, as they were made
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.pair_groups: dict[tuple[int, int, int], Any] = {}
+        self.cpu_group: Any = None
+        self.peer_access: Sequence[PeerAccess] = ()  # by rank; empty where symmetric memory is not to be used
+        self.symmetric_memory: SymmetricMemory | None = None
+        try:
+            self.open(pairs, rank_sets, transport)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(
+        self, pairs: Collection[tuple[int, int, int]], rank_sets: Iterable[tuple[int, ...]], transport: TransportName
+    ) -> None:
+        """Make process groups and symmetric memory; arguments and errors as in the constructor."""
         # init_device_mesh (torch 2.11 to 2.15) would give the groups of mesh axes torch's timeout of half an hour
         # instead of the run's.
-        self.groups: dict[tuple[int, ...], Any] = {
-            ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in dict.fromkeys(rank_sets)
-        }
-        self.pair_groups: dict[tuple[int, int, int], Any] = {}
+        self.groups = {ranks: self.new_group(ranks) for ranks in dict.fromkeys(rank_sets)}
         # Flags travel between hosts over Gloo. A Gloo group of some ranks only would hang if the default NCCL group is
         # bound to a device: the other ranks wait for a split of its communicator that members of a Gloo group never
         # join (torch 2.11).
-        self.cpu_group: Any = None
         if dist.get_backend() == "nccl":
-            self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-            self.pair_groups = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(pairs)}
+            self.cpu_group = self.new_group(backend="gloo")
+            self.pair_groups = {edge: self.new_group(edge[:2]) for edge in sorted(pairs)}
             self.connect()
         world = dist.get_world_size()
-        self.peer_access: Sequence[PeerAccess] = ()  # by rank; empty where symmetric memory is not to be used
         if self.cpu_group is not None and world > 1 and transport != "nccl":
-            self.peer_access = gather_peer_access(device, world, self.cpu_group)
+            self.peer_access = gather_peer_access(self.device, world, self.cpu_group)
         near = bool(self.peer_access) and have_peer_access(self.peer_access)
         if transport == "symmetric" and world > 1 and not near:
             raise UsageError(NO_SYMMETRIC_MEMORY)
-        self.symmetric_memory = SymmetricMemory(rank, world, device, self.cpu_group) if near and pairs else None
+        if near and pairs:
+            self.symmetric_memory = SymmetricMemory(self.rank, world, self.device, self.cpu_group)
+
+    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+        """New process group, by default of all ranks and over the backend of the default group."""
+        group = dist.new_group(ranks if ranks is None else list(ranks), timeout=self.timeout, backend=backend)
+        self.opened.append(group)
+        return group
 
     def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         return self.symmetric_memory.open(incoming, outgoing) if self.symmetric_memory is not None else self
@@ -184,10 +202,13 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         self.symmetric_memory = None
-        groups = [*self.groups.values(), *self.pair_groups.values()]
-        if self.cpu_group is not None:
-            groups.append(self.cpu_group)
-        for group in groups:
+        destroy_groups(self.opened)
+
+
+def destroy_groups(groups: Iterable[Any]) -> None:
+    """Destroy process groups."""
+    for group in groups:
+        with suppress(ValueError):  # the user has destroyed the default group, and with it all others
             dist.destroy_process_group(group)
 
 

@@ -17,10 +17,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autopar.errors import UsageError
+from autopar.runtime.launch.attempt import attempt_name
 
 START_SECONDS = 300.0  # time for all processes to import their modules
 DEFAULT_PORT = 29500  # torch's default
-PORTS = 1000  # range of ports, so that jobs which share a node use different ones
+PORTS = 1000  # range of ports, so that jobs and steps which share a node use different ones
+STEP_PORTS = 331  # between the ports of a job's steps, since jobs that share a node often have consecutive numbers
 RESERVED_STEPS = 0xFFFFFFF0  # first of the step ids that Slurm reserves: batch script, interactive shell, extern
 TOLD = itertools.count()  # numbers the broadcasts, so that a later one does not read an earlier one's text
 MASTER_REMEDY = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
@@ -84,7 +86,8 @@ def by_srun(environ: Mapping[str, str]) -> Launched | None:
         )
     rank = int(environ["SLURM_PROCID"])
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
-    port = int(environ.get("MASTER_PORT", DEFAULT_PORT + int(environ.get("SLURM_JOB_ID", "0")) % PORTS))
+    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = int(environ.get("MASTER_PORT", DEFAULT_PORT + (job + STEP_PORTS * step) % PORTS))
     return Launched(
         rank,
         world,
@@ -110,22 +113,29 @@ def starts_once(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def launcher_store(launch: Launched) -> dist.Store:
-    """Store where the ranks meet. A process keeps one store for its whole life, since it may be the server.
+    """Store of the ranks that the launcher started together, without keys of an earlier attempt.
 
     Raises:
         UsageError: other ranks did not connect in time.
     """
     try:
-        store, _, _ = next(
-            dist.rendezvous(launch.address, launch.rank, launch.world, timeout=timedelta(seconds=START_SECONDS))
-        )
-    except dist.DistError as error:
+        store = connected_store(launch)
+        name = attempt_name(dist.PrefixStore("autopar", store), launch.rank, launch.world, START_SECONDS)
+    except (dist.DistError, TimeoutError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"Rank {launch.rank} did not meet the other {launch.world - 1} that {launch.launcher} started, at "
             f"{meeting_point(launch)} within {START_SECONDS:.0f} s: {reason}. Check that all of them run "
             "this script, that rank 0 is on that host, and that no other job uses the port (MASTER_PORT)."
         ) from error
+    return dist.PrefixStore(f"autopar/{name}", store)
+
+
+@functools.cache
+def connected_store(launch: Launched) -> dist.Store:
+    """Store at the launcher's address. A process keeps it for its whole life, since it may be the server."""
+    timeout = timedelta(seconds=START_SECONDS)
+    store, _, _ = next(dist.rendezvous(launch.address, launch.rank, launch.world, timeout=timeout))
     return store
 
 
@@ -140,7 +150,7 @@ def broadcast_from_rank0(text: str) -> str:
     launch = launched()
     if launch is None:
         return text
-    store = dist.PrefixStore(f"autopar/told/{next(TOLD)}", launcher_store(launch))
+    store = dist.PrefixStore(f"told/{next(TOLD)}", launcher_store(launch))
     if launch.rank == 0:
         store.set("text", text)
         store.wait(["heard"])

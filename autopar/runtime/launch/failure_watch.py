@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch.distributed as dist
@@ -25,8 +26,9 @@ from autopar.runtime.spec import rank_text
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
 
-KEY = "failed"
+UNCAUGHT = "uncaught"  # key of a process that ended with an exception, which ends the ranks of all models
 POLL_SECONDS = 0.5
+CONNECT_SECONDS = 2.0  # to connect to the store again after a lost connection
 GRACE_SECONDS = 2.0  # to receive the cause, and for a rank to notice by itself that its peer is gone
 # A longer time in three cases: the rank is in no call but its GPU waits for other ranks; the rank itself has failed
 # and has to close; or the process that serves the store has ended, which it may do at the end of a run.
@@ -43,15 +45,19 @@ class FailureWatcher:
     reach a thread that waits for its GPU, so the whole process ends, after it has printed the cause.
     """
 
-    def __init__(self, store: dist.Store, name: str, waits: Callable[[], bool]) -> None:
+    def __init__(self, store: dist.Store, key: str, name: str, waits: Callable[[], bool]) -> None:
         """Start the thread.
 
         Args:
+            key: key of the failures of this model's ranks. A failure that the caller of another model has caught does
+                not end this one.
             name: this rank in messages, such as ``rank 1 (stage 1)``.
             waits: whether this rank's GPU may wait for other ranks while no call runs.
         """
         # A second connection: while one thread waits for a key, the connection blocks other threads.
-        self.store, self.name, self.waits = store.clone(), name, waits
+        self.store = store.clone()
+        self.store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+        self.key, self.name, self.waits = key, name, waits
         self.calls = 0  # number of calls begun plus number of calls ended: odd during a call
         self.failed = False
         self.closed = threading.Event()
@@ -77,7 +83,8 @@ class FailureWatcher:
         except Exception as error:
             self.failed = True
             with suppress(RuntimeError):  # the process that served the store is gone
-                self.store.compare_set(KEY, "", f"{self.name} failed during {command}: {type(error).__name__}: {error}")
+                text = f"{self.name} failed during {command}: {type(error).__name__}: {error}"
+                self.ask(lambda store: store.compare_set(self.key, "", text))
             raise
         finally:
             self.calls += 1
@@ -85,36 +92,71 @@ class FailureWatcher:
     def poll_failure(self, seconds: float) -> str | None:
         """Reason why a rank failed; None if no rank has published one within ``seconds``."""
         deadline = time.monotonic() + seconds
+        while (cause := self.published()) is None:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or self.closed.wait(min(POLL_SECONDS, remaining)):
+                break
+        return cause
+
+    def published(self) -> str | None:
+        """Reason that a rank has published; `GONE` if the store does not answer."""
         try:
-            while True:
-                if self.store.check([KEY]):
-                    return self.store.get(KEY).decode()
-                if self.closed.wait(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
-                    return None
-                if time.monotonic() >= deadline:
-                    return None
+            for key in (self.key, UNCAUGHT):
+                if self.ask(lambda store, key=key: store.check([key])):
+                    return self.ask(lambda store, key=key: store.get(key)).decode()
         except RuntimeError:
             return GONE
+        return None
+
+    def ask(self, question: Callable[[dist.Store], Any]) -> Any:
+        """Answer of the store; on a new connection if the connection was lost.
+
+        Raises:
+            RuntimeError: the process that serves the store is gone.
+        """
+        try:
+            return question(self.store)
+        except RuntimeError:
+            self.store = self.store.clone()
+            return question(self.store)
 
     def listen(self) -> None:
         """End the process if another rank has failed and therefore a call or the GPU's work cannot end."""
         cause = None
-        while cause is None and not self.closed.is_set():
-            cause = self.poll_failure(POLL_SECONDS)
         while not self.closed.is_set():
+            if cause is None:
+                cause = self.poll_failure(POLL_SECONDS)
+                continue
             call = self.calls
             inside = call % 2 == 1
             patient = self.failed or cause == GONE or not inside
             ended = self.closed.wait(PATIENT_SECONDS if patient else GRACE_SECONDS)
-            if not ended and call == self.calls and (inside or self.waits()):
-                print(f"autopar: {self.name} was ended, because {cause}", file=sys.stderr, flush=True)
-                os._exit(1)
+            if ended or call != self.calls or not (inside or self.waits()):
+                continue
+            if cause == GONE and (cause := self.published()) != GONE:
+                continue
+            print(f"autopar: {self.name} was ended, because {cause}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def close(self) -> None:
         """Stop the thread, even if the store does not answer."""
         self.closed.set()
         self.thread.join(GRACE_SECONDS)
         atexit.unregister(self.close)
+
+
+def publish_uncaught(store: dist.Store, rank: int) -> None:
+    """Publish the exception that ends this process, if one will, to the ranks of all models."""
+    atexit.unregister(at_exit)
+    atexit.register(at_exit, store, rank)
+
+
+def at_exit(store: dist.Store, rank: int) -> None:
+    """Publish the exception that ended the main module. Python keeps it in ``sys`` before it runs this."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        with suppress(RuntimeError):  # the process that served the store is gone
+            store.compare_set(UNCAUGHT, "", f"rank {rank} ended with {type(error).__name__}: {error}")
 
 
 def exit_after_failure(failed: ref[Rank]) -> None:

@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.ir.pytree import tree_map
-from autopar.runtime.comm.connect import connect_rank, init_process_group
+from autopar.runtime.comm.connect import connect_rank
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
-from autopar.runtime.comm.process_group import launch_async
+from autopar.runtime.comm.process_group import as_bytes, destroy_groups, launch_async
 from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
-from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
+from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure, publish_uncaught
+from autopar.runtime.launch.model_groups import DEFAULT_GROUP, DROPPED, close_dropped
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.random_state import RandomState
 from autopar.runtime.rank import Rank
@@ -32,8 +33,7 @@ from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_tex
 
 MAX_NAMED = 4  # number of decision parts that an error lists
 
-# Numbers this process's groups: a new group must not read addresses that an earlier one left in the store.
-ROUNDS = itertools.count()
+MODELS = itertools.count()  # numbers of the models of this process, equal on all ranks, which separate their keys
 
 
 class InProcessBackend:
@@ -74,7 +74,7 @@ class SpmdBackend:
             decision: this rank's plan as text; the ranks must agree on it, since each plans for itself.
 
         Raises:
-            UsageError: the ranks' decisions differ.
+            UsageError: the ranks' decisions differ, or open models run over another backend.
         """
         self.failed: str | None = None
         self.closed = False
@@ -82,21 +82,31 @@ class SpmdBackend:
         self.unread = 0  # number of steps that are launched on a GPU and whose numbers are not read yet
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
-        self.alarm: FailureWatcher | None = None  # None in a process group of the caller, whose store is unknown
         self.opened = ExitStack()  # process groups and their users
-        if not dist.is_initialized():
-            launch = launched()
-            assert launch is not None
-            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
-            init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
-            self.opened.callback(dist.destroy_process_group)
-            self.alarm = FailureWatcher(store, rank_text(spec.mesh, spec.rank), waits_of(self))
+        number = next(MODELS)
+        # Without close() the process groups remain until the next model; the rank's memory is freed immediately.
+        self.when_dropped = weakref.finalize(self, DROPPED.__setitem__, number, self.opened)
+        self.when_dropped.atexit = False
+        self.alarm: FailureWatcher | None = None  # None in a process group of the caller, whose store is unknown
         try:
+            launch = launched()
+            store = launcher_store(launch) if launch is not None and not DEFAULT_GROUP.is_users() else None
+            if store is not None:
+                publish_uncaught(store, spec.rank)
+                name = rank_text(spec.mesh, spec.rank)
+                self.alarm = FailureWatcher(store, f"failed/{number}", name, waits_of(self))
+                self.opened.callback(self.alarm.close)
             with self.watched("parallelize"):
+                if store is not None:
+                    group_store = dist.PrefixStore(f"group/{number}", store)
+                    group = DEFAULT_GROUP.join(backend, spec.rank, world, device, timeout_seconds, group_store)
+                    self.opened.callback(DEFAULT_GROUP.leave, group)
                 # Gloo for objects, also where NCCL carries the tensors.
                 self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-                self.opened.callback(dist.destroy_process_group, self.control)
-                check_agreement(self.all_of(decision), spec.rank)
+                self.opened.callback(destroy_groups, [self.control])
+                decisions, dropped = zip(*self.all_of((decision, list(DROPPED))))
+                close_dropped(dropped)
+                check_agreement(decisions, spec.rank)
                 own = self.received(spec, tensors)
                 self.rank = connect_rank(spec, own, timeout_seconds, self.opened)
         except BaseException:
@@ -105,15 +115,31 @@ class SpmdBackend:
         self.random = RandomState(spec.rank_seed, device)
 
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parts of rank 0's weights that this rank holds, by name; ``tensors`` are whole."""
+        """Parts of rank 0's weights that this rank holds, by name.
+
+        Args:
+            tensors: whole weights; on ranks other than 0 only their shapes and dtypes are read.
+        """
         names = {weight.name for weight in spec.weights}
         received = {}
-        for name, tensor in sorted(tensors.items()):
-            copy = tensor.detach().cpu().contiguous().clone()
-            dist.broadcast(copy, 0, group=self.control)
+        for name, tensor in sorted(tensors.items()):  # one by one: a rank has no room for all of them
+            if spec.rank == 0:
+                whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            else:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            try:
+                dist.broadcast(as_bytes(whole.view(-1)), 0, group=self.control)
+            except RuntimeError as error:
+                raise TransportError(f"receiving {name} from rank 0: {error}") from error
             if name in names:
-                received[name] = spec.local_part(name, copy)
+                received[name] = spec.local_part(name, whole)
         return received
+
+    def parts_of_rank0(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `received`, for the running rank. All ranks make the call."""
+        check_open(self)
+        with self.report_failures("receiving weights from rank 0"):
+            return self.received(self.rank.spec, tensors)
 
     def gathered(self, thing: Any) -> list[Any]:
         """Objects that the ranks pass, by rank. All ranks make the call."""
@@ -206,12 +232,10 @@ class SpmdBackend:
             return
         self.closed = True
         self.failed = self.failed or "close() was called."
+        self.when_dropped.detach()
         # A communicator may wait for a rank that is gone.
         with self.watched("close"):
-            if dist.is_initialized():
-                self.opened.close()
-        if self.alarm is not None:
-            self.alarm.close()
+            self.opened.close()
 
 
 def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:

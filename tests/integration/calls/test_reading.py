@@ -25,9 +25,8 @@ from torch._dynamo.exc import Unsupported
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageError, WorkerError
-from autopar.api.batch_agreement import check_same_samples, fingerprint
-from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchAgreement
-from autopar.api.step_result import StepMetrics
+from autopar.api.batch_agreement import BatchAgreement, check_same_samples, checksum, fingerprint
+from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics
 from autopar.ir.mesh import Mesh
 from autopar.train import Checkpoints, Data, JsonLog, Trainer, Wanted, evaluation_loader, load_data, training_loader
 
@@ -299,13 +298,19 @@ def test_a_mark_tells_batches_apart() -> None:
 
 
 class Told:
-    """Ranks of a launcher, for which the others' rows are given."""
+    """Ranks of a launcher, for which the others' rows are given, and their texts."""
 
-    def __init__(self, others: list[list[int]]) -> None:
-        self.others = others
+    def __init__(self, others: list[list[int]], refused: bool = False, call: str = "a step") -> None:
+        self.others = [[*row, refused, checksum(call)] for row in others]
+        self.texts = ["too few" if refused else call] * len(others)
+        self.gathers: list[str] = []
 
     def exchange(self, row: Any) -> Any:
         return lambda: [list(map(int, row)), *self.others]
+
+    def gathered(self, text: str) -> list[str]:
+        self.gathers.append(text)
+        return [text, *self.texts]
 
 
 def test_an_agreement_names_the_ranks_that_differ() -> None:
@@ -317,11 +322,11 @@ def test_an_agreement_names_the_ranks_that_differ() -> None:
     agreement = BatchAgreement(ranks, mesh, 2)
     agreement.fingerprints = lambda given: (9, 9)  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"^Ranks 0 and 1 were given .* 2 calls ago, so that updates since are wrong"):
-        agreement.start(4, 70, 5, [])()
+        agreement.start("a step", 4, 70, 5, [])()
     assert agreement.any_flag and (agreement.kinds, agreement.shapes) == ((70, 70, 71, 71), (5, 5, 6, 6))
-    ranks.others[2] = [5, 0, 9, 9, 71, 6]
+    ranks.others[2][0] = 5
     with pytest.raises(UsageError, match=r"different sizes: 4 on data rank 0, 4 on data rank 1, 5 on data rank 1"):
-        agreement.start(4, 70, 5, [])()
+        agreement.start("a step", 4, 70, 5, [])()
 
 
 def test_content_is_compared_on_the_first_batches_of_a_signature_and_then_sampled() -> None:
@@ -330,10 +335,26 @@ def test_content_is_compared_on_the_first_batches_of_a_signature_and_then_sample
     refused: dict[int, list[int]] = {70: [], 71: []}
     for kind, number in [*product((70,), range(1, 34)), (71, 1)]:
         try:
-            agreement.start(4, kind, 5, [torch.ones(4)])()
+            agreement.start("a step", 4, kind, 5, [torch.ones(4)])()
         except UsageError:
             refused[kind].append(number)
-    assert refused == {70: [1, 2, 3, 16, 32], 71: [1]}
+    assert refused == {70: [1, 2, 3, 16, 32], 71: [1]} and not ranks.gathers
+
+
+def test_a_call_that_a_rank_refuses_or_does_not_make_is_an_error_of_all() -> None:
+    row = [4, 1, 0, 0, 70, 5]
+    cases = (
+        (Told([row], refused=True), "^Rank 1 refused its part of a step, so nothing has changed on any rank: too few$"),
+        (Told([row], call="no step"), "^The ranks make different calls: a step on rank 0, no step on rank 1. Nothing"),
+    )
+    for ranks, error in cases:
+        told: Any = ranks
+        agreement = BatchAgreement(told, Mesh(1, 2, 1), 1)
+        with pytest.raises(UsageError, match=error):
+            agreement.start("a step", 4, 70, 5, [])()
+        assert agreement.any_flag and not agreement.num_batches
+        agreement.refuse(UsageError("too many"))
+        assert ranks.gathers[-1] == "too many"
 
 
 TALK = """

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autopar import UsageError
 from autopar.cost.hardware.load import load_hardware
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import Launched, launched, launcher_store
-from autopar.runtime.launch.failure_watch import KEY, FailureWatcher
+from autopar.runtime.launch.failure_watch import FailureWatcher
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "node0"}
 NODES = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "4711"}
@@ -55,6 +56,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
         (SLURM | {"MASTER_PORT": "1234"}, Launched(3, 4, 1, 4, 1, "srun", "tcp://node0:1234")),
         (SLURM | NODES, Launched(3, 4, 1, 2, 2, "srun", "tcp://node0:30211")),
         (SLURM | NODES | STEP | {"SLURM_NTASKS": "9"}, Launched(3, 4, 1, 2, 2, "srun", "tcp://node0:30211")),
+        (SLURM | NODES | STEP | {"SLURM_STEP_ID": "2"}, Launched(3, 4, 1, 2, 2, "srun", "tcp://node0:29873")),
         (SLURM | TORCHRUN, Launched(1, 4, 0, 1, 2)),  # torchrun inside srun
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
@@ -284,42 +286,6 @@ def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
     assert cause in done[0].stderr, said(done)  # in its own error, or where it was ended
 
 
-AGAIN = """
-import functools, gc, weakref
-import torch
-import torch.distributed as dist
-from torch import nn
-import autopar
-from autopar.ops.collectives import COMMUNICATORS
-from autopar.runtime.launch.environment import launched
-
-def typo(parameters):
-    raise ValueError("no such optimizer")
-
-x, y = torch.randn(4, 8), torch.randint(0, 4, (2,))
-make = functools.partial(autopar.parallelize, nn.Linear(8, 4), 2, x, dp=2)
-try:
-    make(optimizer=typo)
-except autopar.UsageError as error:
-    assert "no such optimizer" in str(error)
-assert not dist.is_initialized() and not COMMUNICATORS
-pm = make(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-assert pm._ranks.alarm is not None
-pm.train_step(x[:2], y)
-weight = weakref.ref(next(iter(pm._ranks.rank.trainable.values())))
-del pm  # without close()
-gc.collect()
-assert weight() is None
-print(f"rank {launched().rank} is through")
-"""
-
-
-def test_after_an_attempt_that_failed_and_a_model_that_was_dropped_nothing_is_left(tmp_path: Path) -> None:
-    done = srun(tmp_path, script=AGAIN)
-    assert [run.returncode for run in done] == [0, 0], said(done)
-    assert all("is through" in run.stdout for run in done), said(done)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tasks_of_srun_on_gpus(tmp_path: Path) -> None:
@@ -339,6 +305,19 @@ def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.
         UsageError, match=r"Rank 0 did not meet the other 3 that srun started, at 127.0.0.1:\d+ within 1"
     ):
         launcher_store(launch)
+
+
+def test_ranks_that_are_started_again_see_no_key_of_the_last_attempt(environ: Any) -> None:
+    agent = store()  # torchrun's, which outlives the attempts
+    environ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    ranks = [Launched(rank, 2, rank, 2, address=f"tcp://127.0.0.1:{agent.port}") for rank in range(2)]
+    for attempt in range(2):
+        launcher_store.cache_clear()  # as in new processes
+        with ThreadPoolExecutor() as threads:
+            first, second = threads.map(launcher_store, ranks)
+        assert not first.check(["failed/0"])
+        second.set("failed/0", f"rank 1 failed in attempt {attempt}")
+        assert first.get("failed/0") == second.get("failed/0")
 
 
 LEAVING = """
@@ -378,11 +357,11 @@ def store() -> dist.TCPStore:
 def test_a_failure_is_heard_while_another_thread_waits_for_a_key() -> None:
     served = store()
     own = dist.TCPStore("127.0.0.1", served.port, is_master=False)
-    alarm = FailureWatcher(own, "rank 1", lambda: False)
+    alarm = FailureWatcher(own, "failed/0", "rank 1", lambda: False)
     waiting = threading.Thread(target=own.get, args=["late"])
     waiting.start()
     try:
-        served.set(KEY, "rank 0 failed")
+        served.set("failed/0", "rank 0 failed")
         assert alarm.poll_failure(60) == "rank 0 failed"
         assert waiting.is_alive()
     finally:
@@ -397,8 +376,10 @@ import torch.distributed as dist
 from autopar.runtime.launch import failure_watch as alarm
 
 alarm.POLL_SECONDS, alarm.GRACE_SECONDS, alarm.PATIENT_SECONDS = 0.05, 0.2, float(sys.argv[2])
+alarm.CONNECT_SECONDS = 0.1
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-own = alarm.FailureWatcher(dist.TCPStore("127.0.0.1", served.port, is_master=False), "rank 1", lambda: False)
+client = dist.TCPStore("127.0.0.1", served.port, is_master=False)
+own = alarm.FailureWatcher(client, "failed/0", "rank 1", lambda: False)
 if sys.argv[1] == "gone":
     del served
 else:
@@ -429,7 +410,7 @@ def test_a_rank_may_close_after_its_own_failure_and_the_end_of_the_store(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "closed" in done.stdout) == ((1, False) if said else (0, True)), done.stderr
     assert said is None or said in done.stderr
-    assert len(done.stderr.splitlines()) < 100  # torch tells each lost connection at length
+    assert len(done.stderr.splitlines()) < 200  # torch tells each lost connection at length
 
 
 UNCLOSED = """
@@ -438,7 +419,7 @@ from autopar.runtime.launch import failure_watch as alarm
 
 alarm.POLL_SECONDS = 0.0  # nearly always in the store, whose threads outlive Python's
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-alarms = [alarm.FailureWatcher(served, "rank 0", lambda: False) for _ in range(4)]
+alarms = [alarm.FailureWatcher(served, "failed/0", "rank 0", lambda: False) for _ in range(4)]
 """
 
 

@@ -144,11 +144,38 @@ with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
         raise SystemExit("unequal parts were accepted")
     except autopar.UsageError as error:
         assert "different sizes: 4 on data rank 0, 5 on data rank 1. Each call takes an equal part" in str(error), error
+    mine, target, train = x[own], y[own], pm.train_step
+    for call, rank0, rank1 in (  # each rank goes on after an error
+        (lambda: train(mine, target[: 5 - rank]), "Rank 1 refused its part of train_step", "A target has shape"),
+        (lambda: train(mine.float() if rank else mine, target), "nothing has changed on any rank: Input", "Input"),
+        (lambda: pm(mine if rank else mine[None]), "Input", "Rank 0 refused its part of forward in train mode"),
+        (lambda: train(mine, target, share=0.5 - rank), "Rank 1 refused", "share=-0.5 must be"),
+        (lambda: train(mine, target, share=0.5 + rank / 2), *["different calls: train_step in train mode, sh"] * 2),
+        (lambda: train(mine, target, rank == 1), *["with outputs on rank 1. Nothing has changed"] * 2),
+        (lambda: pm(mine) if rank else train(mine, target), *["forward in train mode on rank 1"] * 2),
+        (lambda: train(mine, target.to("meta") if rank else target), "Rank 1 was given", "Rank 1 was given"),
+    ):
+        try:
+            call()
+            raise SystemExit(f"accepted what should have been refused: {rank0}")
+        except autopar.UsageError as error:
+            assert (rank1 if rank else rank0) in str(error), error
     loss = reference.forward_backward(x[:6], y[:6], 2, 2)
     reference.step()
     assert abs(pm.train_step(x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3]).loss - loss) < 1e-5
     assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
-    pm.load_state_dict(model.state_dict())
+    other = {name: tensor.double() + 1 for name, tensor in model.state_dict().items()}
+    pm.load_state_dict(other if rank else model.state_dict())  # rank 0's counts
+    both = pm._ranks.gathered({name: tensor.detach() for name, tensor in pm._ranks.rank.weights.items()})
+    for replica in both:
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in replica.items())
+    for refused in ({}, None, other | {"layers.1.1.bias": 0.0}):
+        try:
+            pm.load_state_dict(refused if rank else other)
+            raise SystemExit(f"accepted: {refused}")
+        except autopar.UsageError as error:
+            whose = "Rank 1 refused its state dict, so nothing has changed on any rank: "
+            assert str(error).startswith(whose) == (rank == 0) and "state dict" in str(error).removeprefix(whose), error
     assert_all_close(pm.state_dict(), dict(model.state_dict()), "state")
     assert_close(pm.eval()(x[own]), model.eval()(x).detach()[own], "output")
 print(f"rank {rank} agrees", flush=True)

@@ -71,7 +71,7 @@ class Agreed:
         self.kinds: tuple[int, ...] = ()
         self.shapes: tuple[int, ...] = ()
 
-    def start(self, batch: int, kind: int, shapes: int, given: Any) -> Callable[[], None]:
+    def start(self, call: str, batch: int, kind: int, shapes: int, given: Any) -> Callable[[], None]:
         def agreed() -> None:
             self.kinds, self.shapes = (kind, self.others), (shapes, self.others)
 

@@ -1,0 +1,39 @@
+"""Comparison of a user's state dict with the model that it is to be loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Weight
+from autopar.ir.units import of_type
+
+
+def misfit(state: Any, weights: Mapping[str, Weight], required: Sequence[str], model: str) -> str:
+    """How a state dict does not fit a model, as a message; empty if it fits.
+
+    Args:
+        weights: by each of their names in a state dict.
+        required: names that the state dict must have.
+        model: name of the model.
+    """
+    if not isinstance(state, Mapping):
+        return f"The state dict of {model} is {of_type(state)}, expected a dict of tensors by name."
+    missing = [name for name in required if name not in state]
+    unknown = [name for name in state if name not in weights]
+    if missing or unknown:
+        return (
+            f"The state dict does not fit {model}: {len(missing)} names missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}. It must be one of the unmodified model."
+        )
+    for name in required:
+        tensor, shape = state[name], list(weights[name].shape)
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name} in the state dict is {of_type(tensor)}, expected a tensor of shape {shape}."
+        if list(tensor.shape) != shape:
+            return f"{name} in the state dict has shape {list(tensor.shape)}, the model's is {shape}."
+        if tensor.is_meta:
+            return f"{name} in the state dict is on the meta device and holds no numbers."
+    return ""
