@@ -18,6 +18,7 @@ from torch import nn
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
+from autopar.api.precision import warn_of_autocast
 from autopar.api.program_cache import ProgramCache
 from autopar.api.step_result import StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
@@ -67,6 +68,7 @@ class ParallelModel:
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
         self._unread: deque[StepResult] = deque()
+        self._warned_of_autocast = False
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -147,6 +149,7 @@ class ParallelModel:
         Raises:
             UsageError: as `forward_backward`, or the outputs of microbatches cannot be joined.
         """
+        self._warn_of_autocast()
         call = self._programs.bind_call(args, kwargs)
         request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
         results, outputs = self._dispatcher.carry_out(request)
@@ -180,6 +183,7 @@ class ParallelModel:
                 f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
                 "1 / 4 for each of four equal parts."
             )
+        self._warn_of_autocast()
         while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             _ = self._unread.popleft().figures
         request = self._training_request(command, x, y, return_outputs, share)
@@ -197,6 +201,11 @@ class ParallelModel:
         result = StepResult(partial(self._metrics, numbers, seconds, share, step), joined)
         self._unread.append(result)
         return result
+
+    def _warn_of_autocast(self) -> None:
+        """Warn once of an autocast region around a call, in which the caller may expect its precision."""
+        if not self._warned_of_autocast:
+            self._warned_of_autocast = warn_of_autocast(self.plan.precision, self.machine.device_type)
 
     def _metrics(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
         """Metrics of a step; waits for its numbers and warns of a loss that is not finite."""
