@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import (
+    AutocastWarning,
     AutoparError,
     CheckpointError,
     DeviceMemoryError,
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "MicrobatchWarning",
-    "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning",
-    "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult",
-    "UsageError", "WorkerError", "parallelize", "plan",
+    "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError",
+    "MicrobatchWarning", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan",
+    "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
+    "UnknownOpWarning", "UpdateResult", "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.

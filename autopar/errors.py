@@ -64,6 +64,10 @@ class TrainingError(AutoparError):
     exit_code = 1
 
 
+class AutocastWarning(UserWarning):
+    """A model was called within the caller's ``torch.autocast``, which does not reach it."""
+
+
 class CacheWarning(UserWarning):
     """A file of measured times is damaged; its content is measured again."""
 

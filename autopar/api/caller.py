@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from pathlib import Path
 
-import torch.utils
-
 ROOM = str(Path(__file__).parent) + os.sep
-DECORATORS = str(Path(torch.utils.__file__).parent) + os.sep  # `parallelize` is called through one of torch's
+DECORATORS = contextlib.__file__  # `parallelize` is called through a context manager
 
 
 def caller_level() -> int:

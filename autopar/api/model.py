@@ -19,6 +19,7 @@ from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import BatchRequest, Dispatcher
+from autopar.api.precision import warn_of_autocast
 from autopar.api.program_cache import ProgramCache
 from autopar.api.state_dict import misfit
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
@@ -69,6 +70,7 @@ class ParallelModel:
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
         self._unread: deque[StepResult] = deque()
+        self._warned_of_autocast = False
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -149,6 +151,7 @@ class ParallelModel:
         Raises:
             UsageError: as `forward_backward`, or the outputs of microbatches cannot be joined.
         """
+        self._warn_of_autocast()
         with self._dispatcher.checking():
             call = self._programs.bind_call(args, kwargs)
         request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
@@ -178,6 +181,7 @@ class ParallelModel:
         return self._train("forward_backward", x, y, return_outputs, share)
 
     def _train(self, command: str, x: Any, y: Any, return_outputs: bool, share: float) -> StepResult:
+        self._warn_of_autocast()
         while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             _ = self._unread.popleft().figures
         request = self._training_request(command, x, y, return_outputs, share)
@@ -195,6 +199,11 @@ class ParallelModel:
         result = StepResult(partial(self._metrics, numbers, seconds, share, step), joined)
         self._unread.append(result)
         return result
+
+    def _warn_of_autocast(self) -> None:
+        """Warn once of an autocast region around a call, in which the caller may expect its precision."""
+        if not self._warned_of_autocast:
+            self._warned_of_autocast = warn_of_autocast(self.plan.precision, self.machine.device_type)
 
     def _metrics(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
         """Metrics of a step; waits for its numbers and warns of a loss that is not finite."""

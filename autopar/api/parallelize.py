@@ -33,12 +33,13 @@ from autopar.runtime.launch.devices import Machine, default_hardware_name, this_
 from autopar.runtime.launch.fork_server import prepare
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
+from autopar.runtime.launch.torch_settings import without_caller_modes
 from autopar.runtime.spec import Parameters, RankSpec, TrainingRecipe
 from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import weight_tensors
 
 
-@torch.inference_mode(False)  # the model is to train, whatever the caller is doing
+@without_caller_modes()
 def parallelize(
     model: nn.Module,
     devices: int,
@@ -56,6 +57,10 @@ def parallelize(
 
     In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
     srun, on one node or several, every process makes the same call and becomes one rank; all use rank 0's weights.
+
+    Torch's default dtype, float32 precisions and deterministic mode are those at this call, whatever the caller sets
+    later. ``torch.autocast``, ``no_grad``, ``inference_mode`` and the default device have no effect on a run: pass
+    ``precision="bf16"`` instead of autocast. Only a model's trace reads the default device, that of this call.
 
     Args:
         model: any module that torch.export can trace, on any device but meta.

@@ -1,10 +1,14 @@
-"""Checks that the devices can compute in a precision."""
+"""Checks of a precision: that the devices can compute in it, and that it is the one which the caller expects."""
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
-from autopar.errors import UsageError
+from autopar.api.caller import caller_level
+from autopar.errors import AutocastWarning, UsageError
+from autopar.ir.graph import dtype_name
 from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.passes.precision import LOW_DTYPE
@@ -25,3 +29,23 @@ def check_device(precision: Precision | None, machine: Machine) -> None:
         f'precision="{precision}" needs GPUs of compute capability 8.0 (Ampere) or later; '
         f'{torch.cuda.get_device_name()} has {major}.{minor}. Use precision="fp16", which scales the loss, or "fp32".'
     )
+
+
+def warn_of_autocast(precision: Precision, device_type: str) -> bool:
+    """Warn if the caller is in an autocast region that asks for another precision; returns whether it warned.
+
+    Ranks do not see the region: other processes could not, and mixed precision is planned for.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        return False
+    dtype = dtype_name(torch.get_autocast_dtype(device_type))
+    if LOW_DTYPE.get(precision) == dtype:
+        return False
+    wanted = next((known for known, low in LOW_DTYPE.items() if low == dtype), "bf16")
+    warnings.warn(
+        f"torch.autocast has no effect on this model, which computes in {precision}. For mixed precision pass "
+        f'precision="{wanted}" to parallelize, and leave torch.autocast out.',
+        AutocastWarning,
+        stacklevel=caller_level(),
+    )
+    return True

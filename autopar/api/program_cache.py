@@ -19,6 +19,7 @@ from autopar.ir.layout import REPLICATED, TP, look_up
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.pytree import unflatten
+from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
@@ -58,6 +59,7 @@ class ProgramCache:
         """
         self.model, self.plan = model, plan
         self.modes = {module: module.training for module in model.modules()}
+        self.settings, self.default_device = TorchSettings.current(), torch.get_default_device()
         self.num_stages = len(plan.stages)
         microbatch = example.first(plan.microbatch_size)
         if graph is None or graph.batch != microbatch.batch:
@@ -92,11 +94,15 @@ class ProgramCache:
         return with_recompute_segments(split(local, stage_of, self.num_stages), local, self.plan)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
-        """The model's graph; modules that were frozen when the model was passed stay so during the trace."""
+        """The model's graph, as the model and torch's settings were when this cache was made.
+
+        Modules that were frozen then are frozen during the trace.
+        """
         now = {module: module.training for module in self.modes}
         try:
             set_modes(self.modes)
-            return lower_model(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
+            with self.settings.active(default_device=self.default_device):
+                return lower_model(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
         finally:
             set_modes(now)
 

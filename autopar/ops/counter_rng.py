@@ -47,10 +47,10 @@ torch.library.define(
 
 def counter_rows(seed: int, step: int, first: int, count: int) -> Tensor:
     """The ``draws`` [count, 4] of samples ``first``, ``first`` + 1, … in a step."""
-    draws = torch.empty(count, WORDS, dtype=torch.int64)
+    draws = torch.empty(count, WORDS, dtype=torch.int64, device="cpu")
     for column, word in enumerate((seed & WORD, seed >> 32 & WORD, step & WORD)):
         draws[:, column] = word
-    draws[:, 3] = torch.arange(first, first + count) & WORD
+    draws[:, 3] = torch.arange(first, first + count, device="cpu") & WORD
     return draws
 
 
@@ -190,7 +190,7 @@ def generate_whole(counters: Tensor, draws: Tensor, name: str) -> Tensor:
 
 def generate_tiled(counters: Tensor, draws: Tensor, name: str) -> Tensor:
     """As `generate_whole`, in tiles that stay in a CPU's cache."""
-    numbers = torch.empty(len(draws), len(counters), WORDS)
+    numbers = draws.new_empty(len(draws), len(counters), WORDS, dtype=torch.float32)
     tile = TILE * torch.get_num_threads()
     samples = max(1, tile // max(1, len(counters)))
     for some_draws, into in zip(draws.split(samples), numbers.split(samples)):

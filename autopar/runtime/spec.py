@@ -15,6 +15,7 @@ from autopar.ir.mesh import Mesh, Place
 from autopar.ir.program import Program
 from autopar.runtime.comm.protocols import TransportName
 from autopar.runtime.engine.executor import ActionTiming, StepData, channel_index
+from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.sharding.tensors import local_part
 
 WeightWaits = Mapping[str, Callable[[], None]]
@@ -79,6 +80,7 @@ class RankSpec:
         region: part of the model that this rank runs, for messages.
         predicted_bytes: this rank's peak by the plan.
         cuda_graph: replay training steps as CUDA graphs, on devices that have them.
+        settings: torch's settings in which every command runs. Default: this process's.
     """
 
     rank: int
@@ -98,6 +100,7 @@ class RankSpec:
     predicted_bytes: int = 0
     cuda_graph: bool = True
     transport: TransportName = "auto"
+    settings: TorchSettings = field(default_factory=TorchSettings.current)
 
     @property
     def place(self) -> Place:

@@ -162,8 +162,8 @@ def join_along_dim(
 
 def held_indices(size: int, splits: Sequence[Split], ranks: AxisSizes, index: Index) -> torch.Tensor:
     """The indices of a whole dim that a rank stores, in order: those whose digit of every split is the rank's."""
-    indices = torch.arange(size)
-    mine = torch.ones(size, dtype=torch.bool)
+    indices = torch.arange(size, device="cpu")
+    mine = torch.ones(size, dtype=torch.bool, device="cpu")
     for split in splits:
         count = ranks[split.axis]
         assert split.fits(size, count), f"{split} of a dim of {size}"

@@ -104,7 +104,7 @@ def timm_optimizer(
         opt, lambda: timm_param_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn)
     )
     optimizer = TimmOptimizer(opt, lr, groups, options, limit)
-    stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
+    stand_ins = {name: nn.Parameter(torch.zeros(1, device="cpu")) for group in groups for name in group.names}
     example = with_timm_errors(opt, lambda: optimizer(Parameters(stand_ins)))
     if getattr(example, "is_second_order", False):
         raise UsageError(

@@ -44,7 +44,7 @@ class Schedule:
     @property
     def total_epochs(self) -> int:
         """Epochs to train for, including cycles, cool-down and a warm-up that precedes the schedule."""
-        return self.build(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
+        return self.build(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0))[1]
 
     @property
     def length(self) -> str:
@@ -128,7 +128,7 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
             "updates_per_epoch=, the number of optimizer steps of an epoch."
         )
     result = Schedule(sched, epochs, updates_per_epoch, options)
-    scheduler, total = result.build(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))
+    scheduler, total = result.build(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0, momentum=0.9))
     warmup = options.get("warmup_epochs", 0)
     if scheduler is not None and warmup >= total:
         raise UsageError(

@@ -95,7 +95,7 @@ def signal_all(ranks: Sequence[Process], number: signal.Signals) -> None:
         rank.send_signal(number)
 
 
-def run_on_two(folder: Path, script: str) -> Done:
+def run_on_two(folder: Path, script: str, *arguments: str) -> Done:
     """Result of a script on two ranks with torchrun's environment."""
     (folder / "script.py").write_text(script)
-    return run_ranks(2, folder / "script.py", folder=folder)
+    return run_ranks(2, folder / "script.py", *arguments, folder=folder)

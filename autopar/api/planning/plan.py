@@ -28,6 +28,7 @@ from autopar.ir.plan_parts import InputInfo, ModelInfo
 from autopar.ir.units import of_type, plural
 from autopar.measure.regions.region_times import region_timer_for
 from autopar.runtime.launch.devices import default_hardware_name, this_machine
+from autopar.runtime.launch.torch_settings import without_caller_modes
 from autopar.runtime.optim.ema import with_averages
 from autopar.runtime.optim.state_bytes import with_optimizer
 from autopar.runtime.spec import Parameters
@@ -48,6 +49,7 @@ DEFAULT_BATCH = 64
 MIN_BATCH_NORM_SAMPLES = 8
 
 
+@without_caller_modes()
 def plan(
     model: nn.Module | str | ModelSource,
     devices: int,

@@ -59,7 +59,7 @@ class Restore:
         pieces: list[ShardedTensor] = []
 
         def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=saved_tensor(metadata, key).properties.dtype)
+            tensor = torch.empty(shape, dtype=saved_tensor(metadata, key).properties.dtype, device="cpu")
             pieces.append(sharded_tensor(rank.spec, key, layout, tensor))
             return tensor
 

@@ -115,7 +115,7 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
             averaged = ema and f"{EMA}.{name}" in metadata.state_dict_metadata
             key = f"{EMA if averaged else MODEL}.{name}"
             saved = saved_tensor(metadata, key)
-            weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), weights[name]))
         return pieces
 

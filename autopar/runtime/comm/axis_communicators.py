@@ -89,7 +89,7 @@ def without_bool(tensor: Tensor) -> Tensor:
 def axis_ranks(mesh: Mesh) -> Mapping[str, list[tuple[int, ...]]]:
     """Rank sets of each axis with more than one rank, outermost axis first."""
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
-    grid = torch.arange(mesh.devices).view(*sizes.values())
+    grid = torch.arange(mesh.devices, device="cpu").view(*sizes.values())
     rows = {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
     return {axis: [tuple(ranks) for ranks in sets.tolist()] for axis, sets in rows.items()}
 

@@ -75,7 +75,7 @@ class LocalTransport:
         return handle
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        return self.send(torch.tensor(flags, dtype=torch.uint8), dst, tag)
+        return self.send(torch.tensor(flags, dtype=torch.uint8, device="cpu"), dst, tag)
 
     def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
         return self.receive([count], torch.uint8, src, tag)
@@ -125,7 +125,7 @@ class LocalTransport:
         return None
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        counts = torch.tensor(flags, dtype=torch.int32)
+        counts = torch.tensor(flags, dtype=torch.int32, device="cpu")
         self.start_sum(counts, ranks)()
         return counts.tolist()
 

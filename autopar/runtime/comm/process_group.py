@@ -34,6 +34,29 @@ NO_SYMMETRIC_MEMORY = (
 )
 
 
+def check_default_group(rank: int, world: int, device: torch.device) -> None:
+    """Check that the caller's default process group fits a rank, so that the rank can make groups of its own from it.
+
+    Args:
+        rank, world: this process's rank and the number of ranks, by the launcher.
+        device: device of the rank.
+
+    Raises:
+        UsageError: the group has other ranks, or no backend that autopar can use.
+    """
+    remedy = "Call torch.distributed.init_process_group() without arguments, or leave the group to autopar.parallelize."
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world):
+        raise UsageError(
+            f"This process is rank {dist.get_rank()} of {dist.get_world_size()} in the default process group, but rank "
+            f"{rank} of {world} for the launcher (RANK, WORLD_SIZE). {remedy}"
+        )
+    backends = dist.get_backend_config()
+    if "gloo" not in backends and "nccl" not in backends:
+        raise UsageError(f"The default process group has the backends {backends}, neither Gloo nor NCCL. {remedy}")
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise UsageError('This build of torch has no NCCL for GPUs. Pass backend="gloo" to run on CPU.')
+
+
 class ProcessGroupTransport:
     """torch.distributed: Gloo with tags, or NCCL with a process group per directed pair and channel index.
 
@@ -62,7 +85,9 @@ class ProcessGroupTransport:
             UsageError: ``transport`` is "symmetric", and a rank lacks peer access to another one.
         """
         self.rank, self.device, self.timeout = rank, device, timedelta(seconds=timeout_seconds)
-        self.posts_early = dist.get_backend() == "gloo"
+        # The default group may be the caller's and have any backends, so each group names its own.
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.posts_early = self.backend == "gloo"
         self.opened: list[Any] = []  # process groups, as they were made
         self.groups: dict[tuple[int, ...], Any] = {}
         self.pair_groups: dict[tuple[int, int, int], Any] = {}
@@ -85,7 +110,7 @@ class ProcessGroupTransport:
         # Flags travel between hosts over Gloo. A Gloo group of some ranks only would hang if the default NCCL group is
         # bound to a device: the other ranks wait for a split of its communicator that members of a Gloo group never
         # join (torch 2.11).
-        if dist.get_backend() == "nccl":
+        if self.backend == "nccl":
             self.cpu_group = self.new_group(backend="gloo")
             self.pair_groups = {edge: self.new_group(edge[:2]) for edge in sorted(pairs)}
             self.connect()
@@ -99,8 +124,9 @@ class ProcessGroupTransport:
             self.symmetric_memory = SymmetricMemory(self.rank, world, self.device, self.cpu_group)
 
     def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-        """New process group, by default of all ranks and over the backend of the default group."""
-        group = dist.new_group(ranks if ranks is None else list(ranks), timeout=self.timeout, backend=backend)
+        """New process group, by default of all ranks and over the backend of this rank's device."""
+        members = ranks if ranks is None else list(ranks)
+        group = dist.new_group(members, timeout=self.timeout, backend=backend or self.backend)
         self.opened.append(group)
         return group
 
@@ -128,10 +154,10 @@ class ProcessGroupTransport:
         return start_receive(buffer, src, tag, self.pair_groups.get((src, self.rank, channel)))
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.cpu_group)
+        return start_send(torch.tensor(flags, dtype=torch.uint8, device="cpu"), dst, tag, self.cpu_group)
 
     def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
-        return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.cpu_group)
+        return start_receive(torch.empty(count, dtype=torch.uint8, device="cpu"), src, tag, self.cpu_group)
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
         group = self.groups[tuple(ranks)]

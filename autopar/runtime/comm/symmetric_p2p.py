@@ -46,7 +46,7 @@ class SymmetricMemory:
         Every message has its own slot and signal, so none is overwritten within its step. The next step may overwrite
         it: between two steps all ranks sum their losses, and each rank has read all its messages by then.
         """
-        sizes = torch.zeros(self.world + 1, dtype=torch.int64)
+        sizes = torch.zeros(self.world + 1, dtype=torch.int64, device="cpu")
         for (src, _), num_bytes in incoming.items():
             sizes[src] += message_bytes(num_bytes)
         sizes[self.world] = max((sum(peer == p for peer, _ in incoming) for p in range(self.world)), default=0)

@@ -220,7 +220,7 @@ class BoundStep:
 
     def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
         if self.is_local(dst):
-            self.local_tensors[src, dst, tag] = torch.tensor(flags)
+            self.local_tensors[src, dst, tag] = torch.tensor(flags, device="cpu")
         else:
             self.track_send(dst, self.flags.send_flags(flags, self.rank_of(dst), tag))
 
@@ -248,8 +248,11 @@ class BoundStep:
         return self.stopwatch.host_ns(self.marks[0][1]) if self.marks else 0
 
     def to_device(self, leaf: Any) -> Any:
-        """A tensor on this rank's device; other values unchanged."""
-        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+        """A tensor on this rank's device, which autograd may save; other values unchanged."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.to(self.device, non_blocking=True)
+        return leaf.clone() if leaf.is_inference() else leaf  # the caller made it in inference mode
 
     def chunk_for(self, action: Action) -> ChunkModule:
         """Chunk that an action of this rank runs."""
@@ -332,7 +335,7 @@ class BoundStep:
         # Tensors travel without gaps and in their memory order. So a cut changes neither the memory format
         # (channels_last stays fast) nor the kernels chosen after it, which would change the last bits of the result.
         sends = [
-            (place[e.value.name], e.value.memory_order, e.src, e.dst, self.tag(k, i, e.src, e.dst))
+            (place[e.value.name], edge_check(e), e.value.memory_order, e.src, e.dst, self.tag(k, i, e.src, e.dst))
             for k, e in self.numbered_edges(program.sends)
         ]
         orders = [inverse_permutation(e.value.memory_order) for e in program.receives]
@@ -345,7 +348,8 @@ class BoundStep:
                 for tensor, needs_grad in zip(received, tracked, strict=True):
                     tensor.requires_grad_(needs_grad)
             results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
-            for k, order, src, dst, tag in sends:
+            for k, check, order, src, dst, tag in sends:
+                check(results[k])
                 self.send(results[k].detach().permute(order), src, dst, tag)
             # Gradient edges, not tensors: backward does not need an output's memory once it is sent.
             edges = [gradient_edge(results[k]) for k in roots] if self.training else []
@@ -394,7 +398,10 @@ class BoundStep:
         readers = [(position[e.value.name], inverse_permutation(e.value.memory_order), e.dst) for e in edges_out]
         peers = list(Counter(e.dst for e in edges_out))
         tracked = [e for e in program.receives if e.value.requires_grad]
-        back = [(e.value.memory_order, e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered_edges(tracked)]
+        back = [
+            (edge_check(e, "the gradient of "), e.value.memory_order, e.src, self.tag(k, i, stage, e.src))
+            for k, e in self.numbered_edges(tracked)
+        ]
 
         def backward(received: list[torch.Tensor]) -> None:
             inputs, edges = self.saved.pop(forward)
@@ -414,9 +421,10 @@ class BoundStep:
             # A missing gradient travels as zeros. Its flag keeps the receiver from using them: with a gradient of zeros
             # weight decay would change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}
-            for tensor, (order, dst, tag) in zip(inputs, back, strict=True):
+            for tensor, (check, order, dst, tag) in zip(inputs, back, strict=True):
                 flags.setdefault(dst, []).append(tensor.grad is not None)
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                check(gradient)
                 self.send(gradient.permute(order), stage, dst, tag)
             for dst, exists_for_dst in flags.items():
                 self.send_flags(exists_for_dst, stage, dst, self.tag(FLAGS_INDEX, i, stage, dst))
@@ -443,6 +451,26 @@ def gradient_edge(tensor: torch.Tensor) -> Any:
 def inverse_permutation(order: Sequence[int]) -> list[int]:
     """Permutation that undoes ``order``."""
     return [order.index(d) for d in range(len(order))]
+
+
+def edge_check(edge: Edge, prefix: str = "") -> Callable[[torch.Tensor], None]:
+    """Function that asserts the dtype and shape of a tensor before it travels over an edge.
+
+    The receiver has allocated what the edge says. Gloo would deliver a message of another length without an error.
+
+    Args:
+        prefix: stands before the value's name in the message.
+    """
+    value, dtype = edge.value, getattr(torch, edge.value.dtype)
+    shape = torch.Size(value.shape)
+
+    def check(tensor: torch.Tensor) -> None:
+        assert tensor.dtype == dtype and tensor.shape == shape, (
+            f"between stages {edge.src} and {edge.dst}, {prefix}{value.name} is {tensor.dtype} {list(tensor.shape)}, "
+            f"but {dtype} {list(shape)} in the program"
+        )
+
+    return check
 
 
 def distinct_values(edges: Sequence[Edge]) -> list[Value]:

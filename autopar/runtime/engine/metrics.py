@@ -46,7 +46,7 @@ def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     """Start copying ``numbers`` [n] to the host; calling the result waits and returns them."""
     if numbers.device.type == "cpu":
         return numbers.tolist
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     copy.copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(numbers.device))

@@ -42,7 +42,7 @@ class FlagRecorder:
     def replayed(self) -> torch.Tensor:
         """The next recorded flags."""
         self.position += 1
-        return torch.tensor(self.flags[self.position - 1])
+        return torch.tensor(self.flags[self.position - 1], device="cpu")
 
     def recorded(self, flags: torch.Tensor) -> torch.Tensor:
         """Received flags, of which mode "record" keeps a copy."""
@@ -62,4 +62,4 @@ class FlagRecorder:
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
         if self.mode == "replay":
             return self.replayed().tolist()
-        return self.recorded(torch.tensor(self.channel.sum_flags(flags, ranks))).tolist()
+        return self.recorded(torch.tensor(self.channel.sum_flags(flags, ranks), device="cpu")).tolist()

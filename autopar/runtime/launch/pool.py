@@ -22,7 +22,6 @@ from autopar.runtime.commands import command_named
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
-from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start, main
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
@@ -52,7 +51,6 @@ class WorkerPool:
             timeout_seconds: maximal wait for a peer inside a step.
             num_threads: number of CPU threads of each worker.
         """
-        settings = TorchSettings.current()
         self.mesh = specs[0].mesh
         self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process commands all of them
         pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
@@ -75,10 +73,7 @@ class WorkerPool:
         except BaseException:
             self.close(0.0)
             raise
-        starts = [
-            Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
-            for spec in pickled
-        ]
+        starts = [Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads) for spec in pickled]
         weights = enumerate(zip(starts, tensors, strict=True))
         self.carry_out("start", "start", {rank: (start, dict(t)) for rank, (start, t) in weights})
 

@@ -4,4 +4,5 @@ import torch
 
 import autopar.runtime.launch.worker  # noqa: F401
 
-torch.optim.SGD([torch.zeros(())])  # the first optimizer imports torch's compiler, which takes about a second
+# The first optimizer imports torch's compiler, which takes about a second.
+torch.optim.SGD([torch.zeros((), device="cpu")])

@@ -39,7 +39,7 @@ class SharedMemory:
     def __init__(self, fd: int) -> None:
         """Take over an open file, which `close` closes."""
         self.fd = fd
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[Slot]:
         """Copy tensors of any device into the file, over its previous content.
@@ -67,7 +67,7 @@ class SharedMemory:
     def clear(self) -> None:
         """Free the memory. Views from `read` must not be used afterwards."""
         os.ftruncate(self.fd, 0)
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
         """Close the file."""

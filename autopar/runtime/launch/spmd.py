@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connect_rank
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
-from autopar.runtime.comm.process_group import as_bytes, destroy_groups, launch_async
+from autopar.runtime.comm.process_group import as_bytes, check_default_group, destroy_groups, launch_async
 from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
@@ -44,7 +44,8 @@ class InProcessBackend:
         self.call_seconds = 0.0  # duration of the last call
         self.numbers: Sequence[int] = (0,)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self.rank = Rank(spec, copies, LocalTransport(spec.rank, InProcessMailboxes()))
+        with settings_active(spec):
+            self.rank = Rank(spec, copies, LocalTransport(spec.rank, InProcessMailboxes()))
         self.random = RandomState(spec.rank_seed, self.rank.device)
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
@@ -74,7 +75,8 @@ class SpmdBackend:
             decision: this rank's plan as text; the ranks must agree on it, since each plans for itself.
 
         Raises:
-            UsageError: the ranks' decisions differ, or open models run over another backend.
+            UsageError: the ranks' decisions differ, the caller's process group does not fit, or open models run over
+                another backend.
         """
         self.failed: str | None = None
         self.closed = False
@@ -91,12 +93,14 @@ class SpmdBackend:
         try:
             launch = launched()
             store = launcher_store(launch) if launch is not None and not DEFAULT_GROUP.is_users() else None
-            if store is not None:
+            if store is None:
+                check_default_group(spec.rank, world, device)
+            else:
                 publish_uncaught(store, spec.rank)
                 name = rank_text(spec.mesh, spec.rank)
                 self.alarm = FailureWatcher(store, f"failed/{number}", name, waits_of(self))
                 self.opened.callback(self.alarm.close)
-            with self.watched("parallelize"):
+            with settings_active(spec), self.watched("parallelize"):
                 if store is not None:
                     group_store = dist.PrefixStore(f"group/{number}", store)
                     group = DEFAULT_GROUP.join(backend, spec.rank, world, device, timeout_seconds, group_store)
@@ -161,7 +165,7 @@ class SpmdBackend:
         Only the hosts communicate, so no GPU is waited for. No GPU waits either while steps are launched ahead.
         """
         check_open(self)
-        own = torch.tensor(numbers, dtype=torch.int64)
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         with self.report_failures("agreeing on a batch"):
             delivery = launch_async(
@@ -251,9 +255,10 @@ def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:
 
 @contextmanager
 def running_command(ranks: InProcessBackend | SpmdBackend, command: str) -> Iterator[None]:
-    """Context that times a command. After a command that raised, the ranks accept no further command.
+    """Context that times a command, under the run's settings of torch.
 
-    The failed command may have left some microbatches' gradients, half of an update, or an advanced random state.
+    After a command that raised, the ranks accept no further command. The failed command may have left some
+    microbatches' gradients, half of an update, or an advanced random state.
 
     Raises:
         UsageError: an earlier command has raised, or the ranks are closed.
@@ -261,11 +266,17 @@ def running_command(ranks: InProcessBackend | SpmdBackend, command: str) -> Iter
     check_open(ranks)
     start = time.perf_counter()
     try:
-        yield
+        with settings_active(ranks.rank.spec):
+            yield
     except BaseException as error:
         ranks.failed = f"{type(error).__name__} during {command}."
         raise
     ranks.call_seconds = time.perf_counter() - start
+
+
+def settings_active(spec: RankSpec) -> AbstractContextManager[None]:
+    """Context of a rank in the caller's process: the run's settings of torch, and the rank's device."""
+    return spec.settings.active(torch.device(spec.device))
 
 
 def check_open(ranks: InProcessBackend | SpmdBackend) -> None:
@@ -304,8 +315,7 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         DeviceMemoryError: the rank's device ran out of memory.
     """
     try:
-        # Without the caller's inference mode: tensors that a rank builds at first use must serve for training too.
-        with rank.active(), torch.inference_mode(False):
+        with rank.active():
             return run_command(rank, name, arguments)
     except Exception as error:
         if (lack := lack_of_memory(error)) is not None:

@@ -27,7 +27,6 @@ from autopar.runtime.commands import run_command
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
-from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
@@ -47,7 +46,6 @@ class Start:
     backend: str
     timeout_seconds: float
     num_threads: int
-    settings: TorchSettings
 
 
 @dataclass(frozen=True)
@@ -174,8 +172,8 @@ def exit_now() -> NoReturn:
 def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     """Join the process group and build this rank with its weights, by name."""
     torch.set_num_threads(start.num_threads)
-    start.settings.apply()
     spec: RankSpec = pickle.loads(start.spec)
+    spec.settings.apply()
     device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

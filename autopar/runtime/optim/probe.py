@@ -35,9 +35,9 @@ TOLERANCE = 1e-4
 
 @contextmanager
 def probe_context(device: torch.device) -> Iterator[None]:
-    """Context with its own random numbers, on the CPU and ``device``, and without compilation."""
+    """Context with its own random numbers, on the CPU and ``device``, without compilation and default device."""
     # Compiling some optimizers (timm's Kron) would take minutes.
-    with RandomState(0, device).active(), torch.compiler.set_stance("force_eager"):
+    with RandomState(0, device).active(), torch.device("cpu"), torch.compiler.set_stance("force_eager"):
         yield
 
 
@@ -48,7 +48,7 @@ def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 def small_weight(weight: Weight) -> torch.Tensor:
     """Zeros in a weight's place, of its `small_shape`; a parameter if the weight is one."""
-    tensor = torch.zeros(small_shape(weight.shape), dtype=getattr(torch, weight.stored_dtype))
+    tensor = torch.zeros(small_shape(weight.shape), dtype=getattr(torch, weight.stored_dtype), device="cpu")
     return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor
 
 
@@ -133,13 +133,16 @@ class ProbeParam:
 
     def __init__(self, kind: ParamKind, in_halves: bool, like: torch.Tensor, generator: torch.Generator) -> None:
         self.kind = kind
-        self.place = torch.zeros(kind.shape)  # shape of the kind; 0 at the first corner, 1 at the last corner
+        # Shape of the kind; 0 at the first corner, 1 at the last corner.
+        self.place = torch.zeros(kind.shape, device="cpu")
         for dim, size in enumerate(kind.shape):
-            self.place += torch.linspace(0, 1, size).view(-1, *[1] * (len(kind.shape) - dim - 1)) / len(kind.shape)
-        self.constant = torch.randn(kind.shape, generator=generator)
+            along = torch.linspace(0, 1, size, device="cpu").view(-1, *[1] * (len(kind.shape) - dim - 1))
+            self.place += along / len(kind.shape)
+        self.constant = torch.randn(kind.shape, generator=generator, device="cpu")
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.generator = generator
-        self.start = (torch.randn(kind.shape, generator=generator) * (0.5 + self.place)).to(like.device, dtype)
+        start = torch.randn(kind.shape, generator=generator, device="cpu") * (0.5 + self.place)
+        self.start = start.to(like.device, dtype)
         assert kind.dim is not None or not in_halves
         self.pieces = [nn.Parameter(piece.clone()) for piece in self.split(self.start, in_halves)]
 
@@ -156,7 +159,7 @@ class ProbeParam:
         Gradients of weights before a normalization are orthogonal. AdamP projects only such gradients.
         """
         value = self.now()
-        random = torch.randn(value.shape, generator=self.generator)
+        random = torch.randn(value.shape, generator=self.generator, device="cpu")
         gradient = torch.lerp(self.constant, random, self.place) * (0.5 + self.place)
         gradient = (gradient * (1 + GROWTH * self.place if step == 1 else 1)).to(value) * scale
         if step == STEPS - 2:

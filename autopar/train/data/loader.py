@@ -92,7 +92,7 @@ def collate(
     good = [s for s in samples if not isinstance(s, Unreadable)]
     if len(good) < len(samples):
         return next(s for s in samples if isinstance(s, Unreadable))
-    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good])
+    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good], device="cpu")
 
 
 def ignore_interrupts(worker: int) -> None:
@@ -147,7 +147,7 @@ class PartLoader:
             UsageError: an image cannot be read.
         """
         self.sampler.start(number, first)
-        parts = self.label_batches() if self.source is None else iter(self.source)
+        parts = self.label_batches() if self.source is None else made_on_cpu(self.source)
         for batch, (part, count) in enumerate(zip(parts, self.sampler.counts(), strict=True), first):
             if isinstance(part, Unreadable):
                 raise UsageError(part.reason)
@@ -161,7 +161,19 @@ class PartLoader:
         """Batches with images on the meta device and real labels."""
         for keys in self.sampler:
             x = torch.empty(len(keys), *self.shape, device="meta")
-            yield x, torch.tensor([int(self.labels[key.index]) for key in keys])
+            yield x, torch.tensor([int(self.labels[key.index]) for key in keys], device="cpu")
+
+
+def made_on_cpu(source: DataLoader[Any]) -> Iterator[Any]:
+    """Batches of a loader, which neither its draws nor the transforms make on the caller's default device."""
+    with torch.device("cpu"):
+        batches = iter(source)
+    while True:
+        with torch.device("cpu"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 @dataclass(frozen=True)

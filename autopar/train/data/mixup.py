@@ -63,7 +63,8 @@ class Mixup:
 
 def outside_in(count: int) -> torch.Tensor:
     """An order, [count], that puts sample 2i as far from the start as its neighbour 2i + 1 is from the end."""
-    return torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2).flip(0)])
+    order = torch.arange(count, device="cpu")
+    return torch.cat([order[::2], order[1::2].flip(0)])
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class PartSampler(Sampler[list[Key]]):
         if not self.training:
             return list(range(self.num_samples))
         generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + self.epoch) & SEED_MASK)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+        return torch.randperm(self.num_samples, generator=generator, device="cpu").tolist()
 
     def counts(self) -> Iterator[int]:
         """Number of real images in this rank's part of each batch."""

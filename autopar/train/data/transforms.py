@@ -83,8 +83,9 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
     if augmentation.aa and form.channels != 3:
         raise UsageError(f"--aa {augmentation.aa} changes colours, but the images are grey. Leave it out.")
     try:
-        transform = needed("timm.data", "Augmentation").create_transform(
-            form.shape,
+        transform = made_by_timm(
+            "Augmentation",
+            form,
             is_training=True,
             scale=augmentation.scale,
             ratio=augmentation.ratio,
@@ -92,9 +93,6 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
             color_jitter=augmentation.color_jitter or None,
             auto_augment=augmentation.aa,
             re_prob=augmentation.reprob,
-            interpolation="bilinear",
-            mean=form.mean,
-            std=form.std,
         )
     except (AssertionError, KeyError, ValueError, IndexError, TypeError) as error:
         raise UsageError(
@@ -110,10 +108,14 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
 
 def evaluation_transform(form: Format) -> Transform:
     """Transform of test images: resize, centre crop, normalise."""
-    transform = needed("timm.data", "Reading images").create_transform(
-        form.shape, interpolation="bilinear", mean=form.mean, std=form.std, crop_pct=form.crop
-    )
-    return Chain(MODES[form.channels], (transform,))
+    return Chain(MODES[form.channels], (made_by_timm("Reading images", form, crop_pct=form.crop),))
+
+
+def made_by_timm(purpose: str, form: Format, **options: Any) -> Transform:
+    """timm's transform to a format, with its tensors on the CPU."""
+    create = needed("timm.data", purpose).create_transform
+    with torch.device("cpu"):
+        return create(form.shape, interpolation="bilinear", mean=form.mean, std=form.std, **options)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Models under torchrun: every rank is a device and sees the numbers of one device."""
+"""Models under torchrun: every rank is a device and sees the numbers of one device, whatever modes torch is in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from support.caller_modes import MODES, PLACES, SETTINGS, assert_equal, results
 from support.forks import run_on_two
 
 SCRIPT = """
@@ -278,3 +281,36 @@ print(f"rank {rank} agrees", flush=True)
 def test_every_rank_hears_that_a_folder_holds_a_run(tmp_path: Path) -> None:
     assert_both_ranks_agree(run_on_two(tmp_path, FOLDER))
     assert len((tmp_path / "new" / "steps.jsonl").read_text().splitlines()) == 2
+
+
+CALLER_MODES = """
+import os, sys
+import torch, torch.distributed as dist
+from support import traces; traces.share()
+from support.caller_modes import MODES, SETTINGS, assert_equal, results
+
+torch.set_num_threads(1)
+dist.init_process_group()  # of any backends
+expected = torch.load("one.pt")
+for name in sys.argv[1].split(","):
+    for place in ("everything", "one step") if name in MODES else ("one step",):
+        assert_equal(results(2, {**MODES, **SETTINGS}[name], place, pp=2), expected, f"{name} around {place}")
+dist.destroy_process_group()
+print(f"rank {os.environ['RANK']} agrees", flush=True)
+"""
+OTHERS = ",".join([name for name in (*MODES, *SETTINGS) if name != "autocast"])
+
+
+@pytest.mark.parametrize("names", ["autocast", pytest.param(OTHERS, marks=pytest.mark.full, id="others")])
+def test_modes_of_the_caller_do_not_reach_its_rank(tmp_path: Path, names: str) -> None:
+    torch.save(results(1, torch.enable_grad, "everything"), tmp_path / "one.pt")
+    assert_both_ranks_agree(run_on_two(tmp_path, CALLER_MODES, names))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::autopar.AutocastWarning")
+@pytest.mark.parametrize("name", [*MODES, *SETTINGS])
+def test_modes_of_the_caller_do_not_reach_worker_processes(name: str) -> None:
+    mode = {**MODES, **SETTINGS}[name]
+    for place in PLACES:
+        assert_equal(results(2, mode, place, pp=2), results(1, mode, place), f"{name} around {place}")

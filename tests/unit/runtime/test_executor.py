@@ -350,3 +350,38 @@ def test_a_cut_keeps_the_memory_format() -> None:
     pm = in_threads(model, plan_by_hand(model, x, 1, ["1.conv2d"]), x, None, lambda *a: Note(graph_module(*a)))
     assert_close(pm(x), model(x).detach(), "output")
     assert (100, 1, 20, 4) in seen
+
+
+class Wrong(nn.Module):
+    """A stage whose results, or the gradient of whose input, differ from its program."""
+
+    def __init__(self, stage: nn.Module, wrong: str) -> None:
+        super().__init__()
+        self.stage, self.wrong = stage, wrong
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.wrong == "gradient" and not args[0].requires_grad:  # the first stage
+            return self.stage(*args)
+        if self.wrong == "gradient":
+            args[0].grad_dtype = torch.bfloat16
+        results = self.stage(*args)
+        changes = {"dtype": lambda t: t.bfloat16(), "shape": lambda t: t[:1], "gradient": lambda t: t}
+        return tuple(map(changes[self.wrong], results))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    {
+        "dtype": "0.linear is torch.bfloat16 [2, 8], but torch.float32 [2, 8] in the program",
+        "shape": "0.linear is torch.float32 [1, 8], but torch.float32 [2, 8] in the program",
+        "gradient": "the gradient of 0.linear is torch.bfloat16 [2, 8], but torch.float32 [2, 8] in the program",
+    }.items(),
+    ids=["dtype", "shape", "gradient"],
+)
+def test_no_tensor_that_differs_from_the_program_is_sent(wrong: str, message: str) -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), vectors(4)
+    plan = plan_by_hand(model, x, 2, ["1.linear"], "interleaved", chunks=2)  # on one rank, so that none waits
+    pm = in_threads(model, plan, x, F.cross_entropy, lambda *a: Wrong(graph_module(*a), wrong))
+    with pytest.raises(AssertionError) as raised:
+        pm.forward_backward(x, y)
+    assert f"between stages 0 and 1, {message}" in str(raised.value)

@@ -235,6 +235,17 @@ def test_augmentation_depends_on_seed_epoch_and_image_alone():
     assert not same(whole, tensors(data, STRONG, epoch=2)) and not same(whole, tensors(data, STRONG, seed=1))
 
 
+def test_the_default_device_has_no_effect():
+    data = load_data("synthetic", Wanted(16, num_train=16))
+    expected = tensors(data, STRONG)
+    with torch.device("meta"):
+        assert same(tensors(data, STRONG), expected)
+        labels = PartLoader(ImageSamples(data.train, evaluation_transform(data.form), 0, False), PartSampler(16, 4),
+                            data.form.shape, False)  # fmt: skip
+        assert [batch.y.device.type for batch in labels.epoch(1)] == ["cpu"] * 4
+        assert torch.empty(0).is_meta
+
+
 def test_an_epoch_from_its_middle_with_loader_processes():
     data = load_data("synthetic", Wanted(16, num_train=16))
     samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
