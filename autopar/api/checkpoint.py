@@ -17,12 +17,14 @@ from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir.checkpoint_header import Header, SavedWeight
 from autopar.ir.graph import Weight
 from autopar.ir.plan import Plan
-from autopar.runtime.checkpoint.folder import check_files
+from autopar.ir.units import plural
+from autopar.runtime.checkpoint.folder import check_hashes, check_sizes
 from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.spec import RankSpec
 
 MAX_NAMED = 3  # names that an error lists; the rest is counted
+NO_HASHES = "has no hashes: an earlier autopar saved it. Damage inside of its files cannot be seen."
 
 
 def read_header(folder: str | PathLike[str]) -> Header:
@@ -57,7 +59,10 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
     from autopar.runtime.checkpoint.save_load import read_tensors  # imports torch.distributed.checkpoint: slow
 
     header = read_header(folder)
-    check_files(Path(folder), header)
+    check_sizes(Path(folder), header)
+    check_hashes(Path(folder), header)
+    if not header.has_hashes:
+        warnings.warn(f"The checkpoint in {folder} {NO_HASHES}", ResumeWarning, stacklevel=2)
     if ema and not header.ema:
         raise CheckpointError(
             f"The checkpoint in {folder} has no averages of weights: parallelize was given no ema=. "
@@ -91,22 +96,30 @@ def header_of(
     return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
 
 
-def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
-    """Write a checkpoint on all ranks.
+def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header, keep: int) -> None:
+    """Write a checkpoint on all ranks, and keep so many of the folder's checkpoints.
 
     Raises:
+        UsageError: ``keep`` is no whole number of at least 1.
         CheckpointError: the checkpoint cannot be written.
     """
+    check_keep(keep)
     path = str(Path(folder).absolute())
-    results = ranks.call_all("save_checkpoint", path, header)
+    results = ranks.call_all("save_checkpoint", path, header, keep)
     raise_first(results)
+
+
+def check_keep(keep: int) -> None:
+    """Raise a UsageError unless ``keep`` is a number of checkpoints."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise UsageError(f"keep={keep!r} must be a whole number of at least 1: how many checkpoints a folder keeps.")
 
 
 def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Header, spec: RankSpec) -> Header:
     """Load a checkpoint on all ranks and return its header; a ResumeWarning names each difference to this run.
 
     Args:
-        here: what the model would save.
+        current: what the model would save.
         spec: the spec of any rank.
 
     Raises:
@@ -116,6 +129,13 @@ def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Heade
     headers = ranks.call_all("inspect_checkpoint", path)
     raise_first(headers)
     header: Header = headers[min(headers)]
+    for rank, other in headers.items():
+        if other != header:
+            raise CheckpointError(
+                f"The ranks see different checkpoints in {path}: rank {min(headers)} one after "
+                f"{plural(header.updates, 'update')}, rank {rank} another one after {plural(other.updates, 'update')}. "
+                "Give a folder on a disk that all nodes share."
+            )
     check_same_model(header, current, path)
     results = ranks.call_all("load_checkpoint", path, header)
     raise_first(results)
@@ -170,7 +190,7 @@ def first_names(names: list[str]) -> str:
 
 def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[str]:
     """Differences between the run that saved a checkpoint and this one, as texts that continue "The checkpoint …"."""
-    texts = []
+    texts = [] if saved.has_hashes else [NO_HASHES]
     before, now = (header.plan["precision"] for header in (saved, current))
     if before != now:
         starts = spec.autocast == "float16"

@@ -48,6 +48,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         chunks=programs.plan.chunks,
         cuda_graph=options.cuda_graph is not False,
         transport=options.transport,
+        checkpoint_seconds=options.checkpoint_seconds,
     )
     return [
         replace(

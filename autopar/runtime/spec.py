@@ -79,6 +79,7 @@ class RankSpec:
         region: part of the model that this rank runs, for messages.
         predicted_bytes: this rank's peak by the plan.
         cuda_graph: replay training steps as CUDA graphs, on devices that have them.
+        checkpoint_seconds: longest wait for another rank in a save or load.
     """
 
     rank: int
@@ -98,6 +99,7 @@ class RankSpec:
     predicted_bytes: int = 0
     cuda_graph: bool = True
     transport: TransportName = "auto"
+    checkpoint_seconds: float = 3600.0
 
     @property
     def place(self) -> Place:

@@ -48,14 +48,16 @@ class ProcessGroupTransport:
         rank_sets: Iterable[tuple[int, ...]],
         timeout_seconds: float,
         transport: TransportName = "auto",
+        checkpoint_seconds: float = 3600.0,
     ) -> None:
         """Connect all pairs and groups.
 
         Args:
             pairs: (src, dst, channel index) of all rank pairs that will ever exchange tensors; equal on all ranks.
             rank_sets: rank sets that run collectives, some perhaps twice; in equal order on all ranks.
-            timeout_seconds: longest wait for a peer.
+            timeout_seconds: longest wait for a peer in a step.
             transport: carries the tensors of training steps between stages on GPUs.
+            checkpoint_seconds: longest wait for a peer in a save or load.
 
         Raises:
             UsageError: ``transport`` is "symmetric", and a rank lacks peer access to another one.
@@ -77,6 +79,8 @@ class ProcessGroupTransport:
             self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
             self.pair_groups = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(pairs)}
             self.connect()
+        # Files are written and read for longer than a step may take.
+        self.checkpoint_group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint_seconds))
         world = dist.get_world_size()
         self.peer_access: Sequence[PeerAccess] = ()  # by rank; empty where symmetric memory is not to be used
         if self.cpu_group is not None and world > 1 and transport != "nccl":
@@ -184,7 +188,7 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         self.symmetric_memory = None
-        groups = [*self.groups.values(), *self.pair_groups.values()]
+        groups = [*self.groups.values(), *self.pair_groups.values(), self.checkpoint_group]
         if self.cpu_group is not None:
             groups.append(self.cpu_group)
         for group in groups:
