@@ -237,9 +237,9 @@ class Dispatcher:
 
     def updated(self) -> None:
         """Count an update: random operations count samples from 0 again."""
-        self.resumed(self.num_updates + 1)
+        self.set_counters(self.num_updates + 1)
 
-    def resumed(self, num_updates: int, num_drawn: int = 0) -> None:
+    def set_counters(self, num_updates: int, num_drawn: int = 0) -> None:
         """Set the counters where no gradients are left."""
         self.num_updates, self.num_drawn, self.has_gradients = num_updates, num_drawn, False
 

@@ -247,7 +247,7 @@ class ParallelModel:
     def zero_grad(self) -> None:
         """Drop accumulated gradients; random operations repeat the numbers that they drew for them."""
         self._call("zero_grad")
-        self._dispatcher.resumed(self.num_updates)
+        self._dispatcher.set_counters(self.num_updates)
 
     def _report_non_finite(self, losses: list[float], step: int) -> None:
         bad = [i for i, loss in enumerate(losses) if not isfinite(loss)]
@@ -360,7 +360,7 @@ class ParallelModel:
                 was loaded. Names the other checkpoints that are kept in the folder.
         """
         header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
-        self._dispatcher.resumed(header.updates, header.drawn)
+        self._dispatcher.set_counters(header.updates, header.drawn)
         return header.extra
 
     def _header(self, extra: Any) -> Header:

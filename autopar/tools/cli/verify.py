@@ -23,15 +23,17 @@ def verify(
     """
     from autopar.errors import CheckpointError
     from autopar.ir.units import plural
-    from autopar.runtime.checkpoint.folder import is_checkpoint
+    from autopar.runtime.checkpoint.folder import is_checkpoint, read_header
     from autopar.runtime.checkpoint.verify import verified_with_kept
     from autopar.tools.cli.output import show
     from autopar.tools.report.verify_table import verify_parts
     from autopar.train import BEST, LAST
 
-    folders = [checkpoint / name for name in (LAST, BEST) if is_checkpoint(checkpoint / name)]
-    if is_checkpoint(checkpoint) or not folders:
+    folders = [folder for folder in (checkpoint / LAST, checkpoint / BEST) if is_checkpoint(folder)]
+    if is_checkpoint(checkpoint):
         folders = [checkpoint]
+    elif not folders:
+        read_header(checkpoint)  # raises, because there is none
     results = [result for folder in folders for result in verified_with_kept(folder)]
     show(verify_parts(results))
     faults = [result.fault for result in results if result.fault is not None]

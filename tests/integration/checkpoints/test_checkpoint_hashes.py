@@ -25,6 +25,7 @@ from support.checkpoint_models import (
     small,
     unchanged,
 )
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typer.testing import CliRunner
 
 from autopar import CheckpointError, ResumeWarning, UsageError
@@ -130,14 +131,21 @@ def test_as_many_are_kept_as_were_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5, "2", None])
 def test_what_is_no_number_of_checkpoints(keep: object, saved: Path) -> None:
-    with small() as pm, unchanged(pm), pytest.raises(UsageError, match=f"keep={keep!r} must be a whole number of at le"):
+    with (
+        small() as pm,
+        unchanged(pm),
+        pytest.raises(UsageError, match=f"keep={keep!r} must be a whole number of at le"),
+    ):
         pm.save_checkpoint(saved, keep=keep)
     assert read_header(saved).extra == {"step": 1}
 
 
 def test_one_that_is_kept_stays_as_it_is_and_may_go_elsewhere(two: Path, tmp_path: Path) -> None:
     with small() as pm:
-        with unchanged(pm), pytest.raises(CheckpointError, match=r"data-1: it is one that was kept, and stays as it wa"):
+        with (
+            unchanged(pm),
+            pytest.raises(CheckpointError, match=r"data-1: it is one that was kept, and stays as it wa"),
+        ):
             pm.save_checkpoint(two / "data-1")
         shutil.copytree(two / "data-1", tmp_path / "mine")
         assert pm.load_checkpoint(tmp_path / "mine") == {"step": 1}
@@ -249,12 +257,18 @@ def test_a_checkpoint_and_those_kept_with_it_are_verified(two: Path, monkeypatch
     assert [(row[0], row[1], row[2], row[-2:]) for row in rows] == [
         ("two", "2", "3", ["as", "saved"]), ("two/data-1", "1", "3", ["as", "saved"]),
     ]  # fmt: skip
+    with flipped(two / "checkpoint.json", 1000):
+        code, table, errors = verify(Path("two"))
+    assert code == 2 and [line.split()[-1] for line in table.splitlines()] == ["damaged", "saved", "saved"]
+    assert "1 of 3 checkpoints cannot be used.\ntwo/checkpoint.json is" in errors
     path = two / "data-1" / "__0_0.distcp"
     with flipped(path, 4 * path.stat().st_size):
         code, table, errors = verify(Path("two"))
     assert code == 2 and [line.split()[-1] for line in table.splitlines()] == ["saved", "damaged"]
     assert "1 of 2 checkpoints cannot be used.\nThe checkpoint in two/data-1 is damaged: in it, 1 of 3" in errors
-    assert "__0_0.distcp has another SHA-256. Copy it again, or use another checkpoint. Kept there: two/data-2" in errors
+    assert (
+        "__0_0.distcp has another SHA-256. Copy it again, or use another checkpoint. Kept there: two/data-2" in errors
+    )
 
 
 def test_a_run_stands_for_its_checkpoints(
@@ -268,14 +282,18 @@ def test_a_run_stands_for_its_checkpoints(
     code, table, _ = verify(Path("run"))
     assert code == 0 and [line.split()[0] for line in table.splitlines()] == ["run/last", "run/last/data-1", "run/best"]
     assert table.endswith("no hashes; sizes as saved")
-    code, _, errors = verify(tmp_path)
-    assert code == 2 and "is not a checkpoint: it has no checkpoint.json" in errors
+    (tmp_path / "empty").mkdir()
+    for nothing, message in (("empty", "it has no checkpoint.json"), ("nowhere", "it does not exist")):
+        code, table, errors = verify(Path(nothing))
+        assert (code, table) == (2, "") and f"error: {nothing} is not a checkpoint: {message}. Give" in errors
 
 
 @pytest.mark.parametrize("fault", ["no element", "outside", "no tensor", "another shape", "no state", "headers"])
 def test_what_the_hashes_of_a_wrong_save_hide(fault: str, saved: Path) -> None:
     """Faults of whoever wrote the checkpoint, with hashes that fit."""
     data, metadata = saved / "data-1", read_metadata(saved / "data-1")
+    tensor = metadata.state_dict_metadata["model.0.weight"]
+    assert isinstance(tensor, TensorStorageMetadata)
     index = next(i for i in metadata.storage_data if i.fqn == "model.0.weight")
     message = {
         "no element": r"has 0 of 128 elements of model\.0\.weight",
@@ -286,13 +304,13 @@ def test_what_the_hashes_of_a_wrong_save_hide(fault: str, saved: Path) -> None:
         "headers": r"The headers of .*saved and .*data-1 differ",
     }[fault]
     if fault == "no element":
-        metadata.state_dict_metadata["model.0.weight"].chunks.clear()
+        tensor.chunks.clear()
     elif fault == "outside":
         metadata.storage_data[index] = replace(metadata.storage_data[index], length=10**9)
     elif fault == "no tensor":
         del metadata.state_dict_metadata["model.0.weight"]
     elif fault == "another shape":
-        metadata.state_dict_metadata["model.0.weight"].size = torch.Size([4])
+        tensor.size = torch.Size([4])
     elif fault == "no state":
         (data / "training.pt").write_bytes(b"none")
     elif fault == "headers":

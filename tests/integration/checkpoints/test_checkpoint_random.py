@@ -59,7 +59,7 @@ def test_what_cannot_be_counted_goes_on(devices: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["seed", "version", pytest.param("mesh", marks=pytest.mark.full)])
 def test_under_another_seed_or_mesh_no_run_is_repeated(change: str, tmp_path: Path) -> None:
     """Noise at the rate 0, so that losses depend on the random numbers alone."""
-    still = {"optimizer": functools.partial(torch.optim.SGD, lr=0.0)}
+    still: dict[str, Any] = {"optimizer": functools.partial(torch.optim.SGD, lr=0.0)}
     devices, seed = (2 if change == "mesh" else 1), (1 if change == "seed" else 0)
     with recurrent(**still) as pm:
         first = losses(pm, 2)
