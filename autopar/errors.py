@@ -93,7 +93,7 @@ class PlanDependentRandomWarning(UserWarning):
 
 
 class ResumeWarning(UserWarning):
-    """Training continues from a checkpoint, but differently from the run that saved it."""
+    """Training continues from a checkpoint, but differently from the run that saved it; or it has no hashes."""
 
 
 class UnknownOpWarning(UserWarning):

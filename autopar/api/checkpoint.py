@@ -18,12 +18,13 @@ from autopar.ir.checkpoint_header import Header, SavedWeight
 from autopar.ir.graph import Weight
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
-from autopar.runtime.checkpoint.folder import check_files
+from autopar.runtime.checkpoint.folder import check_hashes, check_sizes
 from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.spec import RankSpec
 
 MAX_NAMED = 3  # names that an error lists; the rest is counted
+NO_HASHES = "has no hashes: an earlier autopar saved it. Damage inside of its files cannot be seen."
 
 
 def read_header(folder: str | PathLike[str]) -> Header:
@@ -58,7 +59,10 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
     from autopar.runtime.checkpoint.save_load import read_tensors  # imports torch.distributed.checkpoint: slow
 
     header = read_header(folder)
-    check_files(Path(folder), header)
+    check_sizes(Path(folder), header)
+    check_hashes(Path(folder), header)
+    if not header.has_hashes:
+        warnings.warn(f"The checkpoint in {folder} {NO_HASHES}", ResumeWarning, stacklevel=2)
     if ema and not header.ema:
         raise CheckpointError(
             f"The checkpoint in {folder} has no averages of weights: parallelize was given no ema=. "
@@ -92,15 +96,23 @@ def header_of(
     return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
 
 
-def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
-    """Write a checkpoint on all ranks.
+def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header, keep: int) -> None:
+    """Write a checkpoint on all ranks, and keep so many of the folder's checkpoints.
 
     Raises:
+        UsageError: ``keep`` is no whole number of at least 1.
         CheckpointError: the checkpoint cannot be written.
     """
+    check_keep(keep)
     path = str(Path(folder).absolute())
-    results = ranks.call_all("save_checkpoint", path, header)
+    results = ranks.call_all("save_checkpoint", path, header, keep)
     raise_first(results)
+
+
+def check_keep(keep: int) -> None:
+    """Raise a UsageError unless ``keep`` is a number of checkpoints."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise UsageError(f"keep={keep!r} must be a whole number of at least 1: how many checkpoints a folder keeps.")
 
 
 def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Header, spec: RankSpec) -> Header:
@@ -187,7 +199,7 @@ def first_names(names: list[str]) -> str:
 
 def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[str]:
     """Differences between the run that saved a checkpoint and this one, as texts that continue "The checkpoint …"."""
-    texts = []
+    texts = [] if saved.has_hashes else [NO_HASHES]
     before, now = (header.plan["precision"] for header in (saved, current))
     if before != now:
         starts = spec.autocast == "float16"

@@ -129,7 +129,8 @@ class Dispatcher:
     """Sends commands to the ranks and owns the RNG counters.
 
     ``num_updates`` counts calls of optimizer_step and train_step, ``num_drawn`` samples since the last of them.
-    ``averaged`` is true while averages stand in for the weights.
+    ``has_gradients`` says whether samples since then left gradients. ``averaged`` is true while averages stand in for
+    the weights.
     """
 
     def __init__(self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, seed: int) -> None:
@@ -139,7 +140,7 @@ class Dispatcher:
         self.data_size = self.mesh.dp if spmd else 1
         self.data_rank = self.mesh.place(ranks.numbers[0]).replica if spmd else 0
         self.num_updates = self.num_drawn = 0
-        self.averaged = False
+        self.has_gradients = self.averaged = False
         self.agreement = BatchAgreement(ranks, self.mesh, self.data_size) if isinstance(ranks, SpmdBackend) else None
         self.partitions: dict[tuple, BatchPartition] = {}
         self.sent: set[int] = set()
@@ -175,8 +176,11 @@ class Dispatcher:
 
     def updated(self) -> None:
         """Count an update: random operations count samples from 0 again."""
-        self.num_updates += 1
-        self.num_drawn = 0
+        self.set_counters(self.num_updates + 1)
+
+    def set_counters(self, num_updates: int, num_drawn: int = 0) -> None:
+        """Set the counters where no gradients are left."""
+        self.num_updates, self.num_drawn, self.has_gradients = num_updates, num_drawn, False
 
     @contextmanager
     def checking(self) -> Iterator[None]:

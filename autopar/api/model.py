@@ -102,8 +102,11 @@ class ParallelModel:
         return any(self._ranks.gathered(flag)) if isinstance(self._ranks, SpmdBackend) else flag
 
     def broadcast_from_rank0(self, text: str) -> str:
-        """The text that rank 0 passes, on every rank; all ranks of torchrun call it and wait for each other."""
-        return self._ranks.gathered(text)[0] if isinstance(self._ranks, SpmdBackend) else text
+        """The text that rank 0 passes, on every rank; all ranks of torchrun call it and wait for each other.
+
+        They wait as long as for a checkpoint: rank 0 may have copied or removed files.
+        """
+        return self._ranks.gathered(text, uses_files=True)[0] if isinstance(self._ranks, SpmdBackend) else text
 
     def any_rank_so_far(self, flag: bool) -> bool:
         """Whether any rank passed a true ``flag`` before the last batch; does not wait.
@@ -190,6 +193,8 @@ class ParallelModel:
         seconds, step = self._ranks.call_seconds, self.num_updates
         if command == "train_step":
             self._dispatcher.updated()
+        else:
+            self._dispatcher.has_gradients = True
         joined = None
         if outputs is not None:
             joined = self._dispatcher.joined_outputs(outputs, {rank: own.outputs for rank, own in results.items()})
@@ -252,7 +257,7 @@ class ParallelModel:
     def zero_grad(self) -> None:
         """Drop accumulated gradients; random operations repeat the numbers that they drew for them."""
         self._call("zero_grad")
-        self._dispatcher.num_drawn = 0
+        self._dispatcher.set_counters(self.num_updates)
 
     def _report_non_finite(self, losses: list[float], step: int) -> None:
         bad = [i for i, loss in enumerate(losses) if not isfinite(loss)]
@@ -329,22 +334,24 @@ class ParallelModel:
                 "ema=functools.partial(timm.utils.ModelEmaV3, decay=0.999)."
             )
 
-    def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None) -> None:
+    def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None, keep: int = 1) -> None:
         """Save everything that training resumes from: weights, buffers, optimizer, scheduler, averages, counters, plan.
 
         Every rank writes its shards; `load_checkpoint` reads them under any other mesh. The folder holds one whole
-        checkpoint at any moment, even if the process is killed; while a new one is written it needs room for two.
+        checkpoint at any moment, even if the process is killed; while a new one is written it needs room for one more.
         Gradients that no update has used are not saved. Under torchrun all ranks call this, with a shared folder.
 
         Args:
             extra: the caller's data, such as the position in the data set; anything that JSON can represent.
+            keep: number of checkpoints to keep in the folder, with this one. Each older one is a folder in it, such as
+                ``data-6``, that is loaded like any other checkpoint.
 
         Raises:
-            UsageError: JSON cannot represent ``extra``.
+            UsageError: JSON cannot represent ``extra``, or ``keep`` is no whole number of at least 1.
             CheckpointError: the checkpoint cannot be written, for example because the disk is full. The previous
                 checkpoint is unchanged, and training can go on.
         """
-        save_on_ranks(self._dispatcher, folder, self._header(extra))
+        save_on_ranks(self._dispatcher, folder, self._header(extra), keep)
 
     def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
         """Resume from a checkpoint that was saved under any mesh, and return the ``extra`` that was saved with it.
@@ -353,16 +360,20 @@ class ParallelModel:
         the weights are loaded. Gradients are dropped. A ResumeWarning lists what differs from the run that saved: seed,
         batch, precision, options, averages.
 
+        Random operations go on as in the run that saved. What cannot be counted (`PlanDependentRandomWarning`) does so
+        under the same mesh and seed; under another one it draws numbers that no run has drawn.
+
         Raises:
             CheckpointError: the folder has no checkpoint, or it is damaged or of another model or optimizer; nothing
-                was loaded.
+                was loaded. Names the other checkpoints that are kept in the folder.
         """
         header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
-        self._dispatcher.num_updates, self._dispatcher.num_drawn = header.updates, header.drawn
+        self._dispatcher.set_counters(header.updates, header.drawn)
         return header.extra
 
     def _header(self, extra: Any) -> Header:
-        counters = (self._spec.recipe.seed, self.num_updates, self.num_drawn)
+        drawn = 0 if self._dispatcher.has_gradients else self.num_drawn  # a load drops gradients, as `zero_grad`
+        counters = (self._spec.recipe.seed, self.num_updates, drawn)
         return header_of(self.plan, self._programs.example.weights, self._state_names, counters, extra)
 
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan_constraints import PlanConstraints, check_choice, check_positive, check_switch
 from autopar.runtime.comm.protocols import TransportName
 
+CHECKPOINT_SECONDS = 3600.0
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
@@ -38,6 +39,8 @@ class Options(PlanConstraints):
         clip_grad_norm: largest 2-norm of all gradients together.
         clip_grad_value: largest absolute value of a gradient's element.
         timeout: longest wait for a peer inside a step, second.
+        checkpoint_timeout: longest wait for a peer in a save or load of a checkpoint, second; by default an hour, or
+            ``timeout`` if that is longer.
 
     Raises:
         UsageError: a value is impossible, or two of them contradict each other.
@@ -50,13 +53,14 @@ class Options(PlanConstraints):
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     timeout: float = 600.0
+    checkpoint_timeout: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("compile", "cuda_graph"):
             check_switch(name, getattr(self, name))
         check_choice("transport", self.transport, get_args(TransportName))
-        for name in ("clip_grad_norm", "clip_grad_value", "timeout"):
+        for name in ("clip_grad_norm", "clip_grad_value", "timeout", "checkpoint_timeout"):
             check_positive(name, getattr(self, name))
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
@@ -74,6 +78,11 @@ class Options(PlanConstraints):
         for name, value in (("cuda_graph", self.cuda_graph), ("transport", self.transport)):
             if value not in (None, False, "auto"):
                 raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """Longest wait for a peer in a save or load."""
+        return self.checkpoint_timeout or max(self.timeout, CHECKPOINT_SECONDS)
 
     def execution_mode(self, device_type: str) -> ExecutionMode:
         """Whether programs run compiled and captured on devices of this type."""

@@ -49,6 +49,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         cuda_graph=options.cuda_graph is not False,
         transport=options.transport,
         settings=programs.settings,
+        checkpoint_seconds=options.checkpoint_seconds,
     )
     return [
         replace(

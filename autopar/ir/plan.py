@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError, with_config
 
 from autopar.errors import PlanError
+from autopar.ir.files import replacing
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.microbatches import microbatch_size
@@ -107,14 +108,9 @@ class Plan:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON. A file is replaced atomically; a link or device (/dev/null) is written to."""
-        target = Path(path)
-        if target.is_symlink() or (target.exists() and not target.is_file()):
-            target.write_text(self.to_json())
-            return
-        temporary = target.with_name(target.name + ".tmp")
-        temporary.write_text(self.to_json())
-        temporary.replace(target)
+        """Write the plan as JSON. A file is replaced atomically; a device (/dev/null) is written to."""
+        with replacing(Path(path)) as file:
+            file.write_text(self.to_json())
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:

@@ -21,12 +21,14 @@ class Command:
         is_step: whether a worker on a GPU replies as soon as the command is launched; its numbers are read later.
         allowed_under_averages: whether the command is valid while averages stand in for the weights. It neither reads
             nor writes the weights which an optimizer updates, or it shows the weights or averages in place.
+        uses_files: whether ranks write or read files, so that they may wait for each other longer than in a step.
     """
 
     replicated: bool = False
     borrows_inputs: bool = False
     is_step: bool = False
     allowed_under_averages: bool = False
+    uses_files: bool = False
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -46,9 +48,9 @@ COMMANDS: Mapping[str, Command] = {
     "stats": Command(allowed_under_averages=True),
     "load": Command(replicated=True),
     "swap_ema": Command(replicated=True),
-    "save_checkpoint": Command(),
-    "inspect_checkpoint": Command(),
-    "load_checkpoint": Command(),
+    "save_checkpoint": Command(uses_files=True),
+    "inspect_checkpoint": Command(uses_files=True),
+    "load_checkpoint": Command(uses_files=True),
 }
 
 

@@ -348,14 +348,19 @@ class Rank:
                 self.weights[name].copy_(tensor)
         self.compute_params.invalidate()
 
-    def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+    @property
+    def checkpoint_group(self) -> Any:
+        """Process group of all ranks for saves and loads; None for a single rank."""
+        return self.transport.checkpoint_group
+
+    def save_checkpoint(self, folder: str, header: Header, keep: int) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; returns the error if it failed on any rank."""
         self.gather_weights()
-        return self.checkpoint().save(self, folder, header)
+        return self.checkpoint().save(self, folder, header, keep)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
-        """Header of a checkpoint that this rank can read, or the error."""
-        return self.checkpoint().inspect(folder)
+        """Header of a checkpoint that this rank can read, or the error. Each file is checked by one of the ranks."""
+        return self.checkpoint().inspect(folder, self.spec.rank, self.mesh.devices)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
         """Load a checkpoint; returns the changed optimizer options, or the error if it failed on any rank."""

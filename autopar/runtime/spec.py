@@ -81,6 +81,7 @@ class RankSpec:
         predicted_bytes: this rank's peak by the plan.
         cuda_graph: replay training steps as CUDA graphs, on devices that have them.
         settings: torch's settings in which every command runs. Default: this process's.
+        checkpoint_seconds: longest wait for another rank in a save or load.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class RankSpec:
     cuda_graph: bool = True
     transport: TransportName = "auto"
     settings: TorchSettings = field(default_factory=TorchSettings.current)
+    checkpoint_seconds: float = 3600.0
 
     @property
     def place(self) -> Place:

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from autopar.api.checkpoint import check_keep
 from autopar.errors import UsageError
-from autopar.runtime.checkpoint.folder import copy_checkpoint, is_checkpoint
+from autopar.ir.files import replacing
+from autopar.runtime.checkpoint.folder import copy_checkpoint, is_checkpoint, save_folder
 from autopar.train.rank_zero import is_rank_zero, run_on_rank_zero
 from autopar.train.run.folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
 from autopar.train.run.reports import EpochReport, StepReport, TrainerView
@@ -91,9 +93,11 @@ class JsonLog(Callback):
         take_folder(trainer, self.steps.parent)
         lines = lines_until(self.steps, trainer.position.update)
         if not lines and trainer.resumed is not None:
-            lines = lines_until(trainer.resumed.parent / STEPS, trainer.position.update)
-        self.steps.write_text("".join(lines))
-        self.epochs.write_text("".join(json.dumps(asdict(report)) + "\n" for report in trainer.history))
+            lines = lines_until(save_folder(trainer.resumed).parent / STEPS, trainer.position.update)
+        with replacing(self.steps) as file:
+            file.write_text("".join(lines))
+        with replacing(self.epochs) as file:
+            file.write_text("".join(json.dumps(asdict(report)) + "\n" for report in trainer.history))
 
     def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         del trainer
@@ -159,37 +163,41 @@ class TensorBoard(Callback):
 class Checkpoints(Callback):
     """Saves checkpoints ``last`` and ``best`` in a folder after each epoch.
 
-    ``last`` is also saved every ``every`` updates and on Ctrl-C. A run that resumes from another folder saves ``last``
-    when it starts, and copies ``best`` from there. ``best`` has the highest accuracy, of the averaged weights if there
-    are any. A run that does not resume is refused in the folder of an earlier run (`autopar.train.remove_run`).
+    ``last`` is also saved every ``every`` updates and on Ctrl-C; ``keep`` of its checkpoints are kept, as
+    `ParallelModel.save_checkpoint` says. A run that resumes from another folder saves ``last`` when it starts, and
+    copies ``best`` from there. ``best`` has the highest accuracy, of the averaged weights if there are any. A run that
+    does not resume is refused in the folder of an earlier run (`autopar.train.remove_run`).
     """
 
-    def __init__(self, folder: Path, every: int | None = None) -> None:
+    def __init__(self, folder: Path, every: int | None = None, keep: int = 1) -> None:
         if every is not None and every < 1:
             raise UsageError(f"A checkpoint every {every} updates: it must be at least 1.")
-        self.folder, self.every = folder, every
+        check_keep(keep)
+        self.folder, self.every, self.keep = folder, every, keep
 
     def on_start(self, trainer: TrainerView) -> None:
         """Raise a UsageError if another run is in the folder."""
         run_on_rank_zero(partial(take_folder, trainer, self.folder), trainer.pm.broadcast_from_rank0)
         if trainer.resumed is not None and not lies_in(trainer.resumed, self.folder):
-            trainer.save(self.folder / LAST)
-            best = trainer.resumed.parent / BEST
-            if (
-                is_rank_zero() and is_checkpoint(best) and read_run(best).best == trainer.best
-            ):  # the resumed run has no better one
-                copy_checkpoint(best, self.folder / BEST)
+            trainer.save(self.folder / LAST, self.keep)
+            run_on_rank_zero(partial(self.copy_best, trainer, trainer.resumed), trainer.pm.broadcast_from_rank0)
+
+    def copy_best(self, trainer: TrainerView, resumed: Path) -> None:
+        """Copy ``best`` of the run that this one resumes, if it had been saved by then."""
+        best = save_folder(resumed).parent / BEST
+        if is_checkpoint(best) and read_run(best).best == trainer.best:
+            copy_checkpoint(best, self.folder / BEST)
 
     def on_update(self, trainer: TrainerView) -> None:
         position = trainer.position
         if self.every is not None and position.update % self.every == 0 and not position.epoch_done:
-            trainer.save(self.folder / LAST)
+            trainer.save(self.folder / LAST, self.keep)
 
     def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         if report.best:
             trainer.save(self.folder / BEST)
-        trainer.save(self.folder / LAST)
+        trainer.save(self.folder / LAST, self.keep)
 
     def on_interrupt(self, trainer: TrainerView) -> None:
         if trainer.saved != trainer.position:
-            trainer.save(self.folder / LAST)
+            trainer.save(self.folder / LAST, self.keep)

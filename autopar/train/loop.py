@@ -267,17 +267,17 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | PathLike[str]) -> None:
+    def save(self, folder: str | PathLike[str], keep: int = 1) -> None:
         """Write a checkpoint of the model and of the run's position; all ranks of torchrun call it.
 
-        All updates in it are reported to callbacks first.
+        All updates in it are reported to callbacks first. ``keep`` is that of `ParallelModel.save_checkpoint`.
 
         Raises:
             TrainingError: the loss of one of them is not finite; nothing was written.
         """
         self.report_steps(all_of_them=True)
         run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
-        self.pm.save_checkpoint(folder, extra=run.to_extra())
+        self.pm.save_checkpoint(folder, run.to_extra(), keep)
         self.checkpoint, self.saved = Path(folder), self.position
         for callback in self.callbacks:
             callback.on_checkpoint(self, self.checkpoint)

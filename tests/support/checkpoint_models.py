@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import autopar
 from autopar.api.checkpoint import read_header
+from autopar.ir.checkpoint_header import sealed
 from autopar.ir.layout import REPLICATED
+from autopar.runtime.checkpoint.folder import HEADER, TRAINING, sha256
 from autopar.runtime.checkpoint.rank_state import ShardedTensor, decoded_training
 from autopar.runtime.checkpoint.reshard_planners import DataReader, PartsLoadPlanner, read_metadata
 from autopar.sharding.tensors import boxes
@@ -124,3 +127,32 @@ def unchanged(pm: Any) -> Iterator[None]:
     yield
     assert_equal(pm.state_dict(), before)
     assert pm.train_step(ROWS, CLASSES).loss > 0
+
+
+def edit_header(folder: Path, **fields: Any) -> None:
+    """Replace fields of a checkpoint's header, with the hash that a save would have given it."""
+    path = folder / HEADER
+    data = json.loads(path.read_text()) | fields
+    data.pop("sha256")
+    path.write_text(sealed(json.dumps(data, indent=1)))
+
+
+def rehash(folder: Path) -> None:
+    """Give the header the sizes and hashes that the files have now, as if a save had written them so."""
+    header = read_header(folder)
+    paths = [folder / header.data / name for name in header.files]
+    edit_header(folder, files={path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in paths})
+
+
+def as_version_1(folder: Path) -> None:
+    """Change a checkpoint into one of version 1: sizes without hashes, and no random states."""
+    header = read_header(folder)
+    data = folder / header.data
+    training = torch.load(data / TRAINING, weights_only=True)
+    del training["random"]
+    torch.save(training, data / TRAINING)
+    (data / HEADER).unlink()
+    fields = json.loads((folder / HEADER).read_text())
+    del fields["sha256"]
+    files = {name: (data / name).stat().st_size for name in header.files}
+    (folder / HEADER).write_text(json.dumps(fields | {"schema_version": 1, "files": files}, indent=1) + "\n")

@@ -17,6 +17,7 @@ from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.runtime.optim.ema import Average
 from autopar.runtime.optim.param_groups import names_in_groups, options_of, plain_data
 from autopar.runtime.optim.step import Updater
+from autopar.runtime.random_state import generator_states
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import Box, boxes, whole_shape
 
@@ -30,6 +31,11 @@ class CheckpointedRank(Protocol):
     weights: dict[str, torch.Tensor]
     updater: Updater
     ema: Average | None
+
+    @property
+    def checkpoint_group(self) -> Any:
+        """Process group in which the ranks exchange plans of saves and loads; None for a single rank."""
+        ...
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the weights named with this rank's parts of them."""
@@ -87,6 +93,7 @@ class Training:
         states: optimizer state by parameter name.
         scheduler_state, scaler_state: results of their ``state_dict()``.
         ema: names of weights that have a moving average.
+        random: random states of each stage and replica, whose ranks draw the same numbers.
     """
 
     optimizer: str | None = None
@@ -98,6 +105,7 @@ class Training:
     scheduler_state: dict[str, Any] | None = None
     scaler_state: dict[str, Any] | None = None
     ema: tuple[str, ...] = ()
+    random: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ def rank_state(rank: CheckpointedRank) -> RankState:
         scheduler_state=plain_data(scheduler.state_dict()) if scheduler else None,
         scaler_state=plain_data(scaler.state_dict()) if scaler else None,
         ema=tuple(averages),
+        random={(spec.place.stage, spec.place.replica): generator_states(torch.device(spec.device))},
     )
     return RankState(pieces, training)
 
@@ -209,6 +218,7 @@ def merged(parts: Sequence[Training]) -> Training:
         scheduler_state=scheduling.scheduler_state,
         scaler_state=scaling,
         ema=tuple(dict.fromkeys(name for part in parts for name in part.ema)),
+        random={place: states for part in parts for place, states in part.random.items()},
     )
 
 

@@ -8,7 +8,7 @@ classes (`__create_write_items__`) is private and takes only subclasses of Tenso
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from math import prod
@@ -40,12 +40,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from autopar.errors import CheckpointError
-from autopar.ir.checkpoint_header import Header
+from autopar.ir.checkpoint_header import Header, SavedFile
 from autopar.ir.units import of_type
-from autopar.runtime.checkpoint.folder import TRAINING, Save
+from autopar.runtime.checkpoint.folder import LISTED, METADATA, TRAINING, Save, sha256
 from autopar.runtime.checkpoint.rank_state import RankState, ShardedTensor, Training, encoded_training, merged
 
-METADATA = ".metadata"
 # The metadata file is a pickle and needs only these names. Other names in it do not come from a save.
 METADATA_TYPES = {
     "torch.distributed.checkpoint.metadata": {
@@ -109,13 +108,21 @@ def num_bytes(item: WriteItem) -> int:
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
+class RankWrites(list[WriteResult]):
+    """Write results of one rank, as torch passes them to the coordinator, with the files that the rank wrote."""
+
+    def __init__(self, results: list[WriteResult], files: Mapping[str, SavedFile]) -> None:
+        super().__init__(results)
+        self.files = files
+
+
 class FolderWriter(FileSystemWriter):
     """Writes into a data folder, and commits the folder as the checkpoint once every rank has written."""
 
-    def __init__(self, folder: Path, header: Header, planner: PartsSavePlanner) -> None:
+    def __init__(self, folder: Path, header: Header, planner: PartsSavePlanner, keep: int) -> None:
         # Copying ahead would initialize CUDA in processes that compute on CPU on a machine with GPUs.
         super().__init__(folder, per_thread_copy_ahead=0)
-        self.folder, self.header, self.planner = folder, header, planner
+        self.folder, self.header, self.planner, self.keep = folder, header, planner, keep
         self.save: Save | None = None  # on the coordinator only
         self.needed_bytes = 0
 
@@ -134,12 +141,22 @@ class FolderWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.path, prefix = plan.storage_data
-        return super().write_data(replace(plan, storage_data=prefix), planner)
+        results = super().write_data(replace(plan, storage_data=prefix), planner).value()
+        paths = [Path(self.path) / name for name in {result.storage_data.relative_path for result in results}]
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(
+            RankWrites(results, {path.name: SavedFile(path.stat().st_size, sha256(path)) for path in paths})
+        )
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, training = self.save, self.planner.training
         assert save is not None and training is not None
-        written_bytes = sum(result.size_in_bytes for of_rank in results for result in of_rank)
+        files: dict[str, SavedFile] = {}
+        for of_rank in results:
+            assert isinstance(of_rank, RankWrites)
+            files |= of_rank.files
+        written_bytes = sum(file.size for file in files.values())
         present_bytes = sum(path.stat().st_size for path in save.data.iterdir())
         if written_bytes != present_bytes:
             raise CheckpointError(
@@ -155,7 +172,9 @@ class FolderWriter(FileSystemWriter):
                 scheduler=training.scheduler,
                 scaler=training.scaler_state is not None,
                 ema=bool(training.ema),
-            )
+            ),
+            files,
+            self.keep,
         )
 
     def close(self) -> None:
@@ -249,4 +268,10 @@ def read_metadata(data: Path) -> Metadata:
         raise CheckpointError(f"{data / METADATA} is damaged: {error}. Use another checkpoint.") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{data / METADATA} holds {of_type(metadata)}. Use another checkpoint.")
+    for place in (metadata.storage_data or {}).values():
+        if not LISTED.fullmatch(place.relative_path):
+            raise CheckpointError(
+                f"{data / METADATA} is damaged: it names {place.relative_path!r}, which no save writes. Use another "
+                "checkpoint."
+            )
     return metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import CheckpointError
+from autopar.ir.checkpoint_header import Header
 from autopar.ir.layout import REPLICATED, Layout
 from autopar.runtime.checkpoint.folder import TRAINING
 from autopar.runtime.checkpoint.rank_state import (
@@ -27,6 +29,7 @@ from autopar.runtime.checkpoint.rank_state import (
     state_key,
 )
 from autopar.runtime.checkpoint.reshard_planners import saved_tensor
+from autopar.runtime.random_state import generator_states, seed_generators, seed_of, set_generator_states
 
 # Options that select an optimizer's kernels and do not change its results.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
@@ -35,9 +38,9 @@ KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 class Restore:
     """State that one rank reads, and its transfer into the rank."""
 
-    def __init__(self, rank: CheckpointedRank, data: Path) -> None:
+    def __init__(self, rank: CheckpointedRank, data: Path, header: Header) -> None:
         """``data`` is the data folder of the checkpoint."""
-        self.rank, self.data = rank, data
+        self.rank, self.data, self.header = rank, data, header
         self.training = Training()
         self.weights: dict[str, torch.Tensor] = {}
         self.averages: dict[str, torch.Tensor] = {}
@@ -147,6 +150,21 @@ class Restore:
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
         updater.zero_grad()
+        self.apply_random()
+
+    def apply_random(self) -> None:
+        """Let generators continue as in the run that saved; under another mesh or seed, seed them.
+
+        The seed depends on the number of updates, so that no resumed run repeats the numbers of an earlier one.
+        """
+        spec, saved = self.rank.spec, self.header
+        place, device = (spec.place.stage, spec.place.replica), torch.device(spec.device)
+        states = self.training.random.get(place, [])
+        as_saved = saved.plan.get("mesh") == asdict(spec.mesh) and saved.seed == spec.recipe.seed
+        if as_saved and len(states) == len(generator_states(device)):
+            set_generator_states(states, device)
+        else:
+            seed_generators(seed_of(spec.recipe.seed, saved.updates, *place), device)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Argument of the optimizer's ``load_state_dict``, which moves each value to its device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.layout import REPLICATED
 from autopar.ir.units import BYTES, text
-from autopar.runtime.checkpoint.folder import check_files, is_checkpoint, on_all_nodes, read_header
+from autopar.runtime.checkpoint.folder import check_hashes, check_sizes, is_checkpoint, on_all_nodes, read_header
 from autopar.runtime.checkpoint.rank_state import (
     EMA,
     MODEL,
@@ -47,18 +47,19 @@ from autopar.runtime.spec import RankSpec, rank_text
 from autopar.sharding.tensors import boxes
 
 
-def save(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | None:
+def save(rank: CheckpointedRank, folder: str, header: Header, keep: int) -> CheckpointError | None:
     """Write a checkpoint; every rank writes its part. Returns the error if the save fails.
 
     Args:
         header: without the fields that only the ranks know; the coordinator fills them.
+        keep: number of checkpoints to keep in the folder, with this one.
     """
     target = Path(folder)
     planner = PartsSavePlanner(partial(rank_state, rank))
-    writer = FolderWriter(target, header, planner)
+    writer = FolderWriter(target, header, planner, keep)
     try:
-        with collective(rank.spec):
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=rank.spec.mesh.devices == 1)
+        with collective():
+            dcp.save({}, storage_writer=writer, planner=planner, **ranks_of(rank))
     except CheckpointException as exception:
         return not_saved(rank.spec, target, writer.needed_bytes, exception)
     finally:
@@ -66,11 +67,16 @@ def save(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError
     return None
 
 
-def inspect(folder: str) -> Header | CheckpointError:
-    """Header of a checkpoint whose files are complete, or the error that this rank finds."""
+def inspect(folder: str, part: int = 0, parts: int = 1) -> Header | CheckpointError:
+    """Header of a checkpoint whose files are as they were saved, or the error that this rank finds.
+
+    Args:
+        part, parts: this rank's part of the files, whose hashes it checks.
+    """
     try:
         header = read_header(Path(folder))
-        check_files(Path(folder), header)
+        check_sizes(Path(folder), header)
+        check_hashes(Path(folder), header, part, parts)
         read_metadata(Path(folder) / header.data)
     except CheckpointError as error:
         return error
@@ -80,11 +86,11 @@ def inspect(folder: str) -> Header | CheckpointError:
 def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
     """Load a checkpoint that `inspect` found complete on all ranks. Returns changed optimizer options, or the error."""
     data = Path(folder) / header.data
-    restore = Restore(rank, data)
+    restore = Restore(rank, data, header)
     planner = PartsLoadPlanner(restore.wanted)
     try:
-        with collective(rank.spec):
-            dcp.load({}, storage_reader=DataReader(data), planner=planner, no_dist=rank.spec.mesh.devices == 1)
+        with collective():
+            dcp.load({}, storage_reader=DataReader(data), planner=planner, **ranks_of(rank))
     except CheckpointException as exception:
         number, error = cause(exception)
         if isinstance(error, CheckpointError):
@@ -130,12 +136,16 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
     return weights
 
 
+def ranks_of(rank: CheckpointedRank) -> dict[str, Any]:
+    """Arguments of torch's save and load for the ranks that take part."""
+    return {"process_group": rank.checkpoint_group, "no_dist": rank.spec.mesh.devices == 1}
+
+
 @contextmanager
-def collective(spec: RankSpec) -> Iterator[None]:
-    """Context for calls in which ranks exchange objects: on the rank's GPU, a lost peer raises TransportError."""
-    device = torch.device(spec.device)
+def collective() -> Iterator[None]:
+    """Context for calls in which ranks exchange objects: a lost peer raises TransportError."""
     try:
-        with quiet(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with quiet():
             yield
     except RuntimeError as error:
         raise TransportError(f"a checkpoint's plan: {error}") from error
@@ -177,7 +187,12 @@ def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: Checkp
     needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
     before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
     nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
-    return CheckpointError(
-        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(spec.mesh, number)}. {needed}{before}"
+    remedy = (
         f"Make room, or choose another folder{nodes}, and save again."
+        if isinstance(error, OSError)
+        else "Optimizer, scheduler and averages need a state_dict() that works."
+    )
+    return CheckpointError(
+        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(spec.mesh, number)}. "
+        f"{needed if isinstance(error, OSError) else ''}{before}{remedy}"
     )

@@ -51,7 +51,9 @@ def connect_rank(
         disable_malloc_trim()
     assert dist.get_world_size() == spec.mesh.devices
     rank_sets = [*itertools.chain(*axis_ranks(spec.mesh).values()), *spec.collective_groups]
-    transport = ProcessGroupTransport(spec.rank, device, spec.channels, rank_sets, timeout_seconds, spec.transport)
+    transport = ProcessGroupTransport(
+        spec.rank, device, spec.channels, rank_sets, timeout_seconds, spec.transport, spec.checkpoint_seconds
+    )
     opened.callback(transport.close)
     keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
     opened.callback(unregister, keys)

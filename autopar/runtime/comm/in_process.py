@@ -40,6 +40,7 @@ class LocalTransport:
     """Transport of ranks that are threads of one process, or of a single rank without peers."""
 
     posts_early = True
+    checkpoint_group = None
 
     def __init__(self, rank: int, mailboxes: InProcessMailboxes) -> None:
         self.rank, self.mailboxes = rank, mailboxes

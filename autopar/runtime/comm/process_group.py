@@ -72,19 +72,22 @@ class ProcessGroupTransport:
         rank_sets: Iterable[tuple[int, ...]],
         timeout_seconds: float,
         transport: TransportName = "auto",
+        checkpoint_seconds: float = 3600.0,
     ) -> None:
         """Connect all pairs and groups.
 
         Args:
             pairs: (src, dst, channel index) of all rank pairs that will ever exchange tensors; equal on all ranks.
             rank_sets: rank sets that run collectives, some perhaps twice; in equal order on all ranks.
-            timeout_seconds: longest wait for a peer.
+            timeout_seconds: longest wait for a peer in a step.
             transport: carries the tensors of training steps between stages on GPUs.
+            checkpoint_seconds: longest wait for a peer in a save or load.
 
         Raises:
             UsageError: ``transport`` is "symmetric", and a rank lacks peer access to another one.
         """
-        self.rank, self.device, self.timeout = rank, device, timedelta(seconds=timeout_seconds)
+        self.rank, self.device = rank, device
+        self.timeout_seconds, self.checkpoint_seconds = timeout_seconds, checkpoint_seconds
         # The default group may be the caller's and have any backends, so each group names its own.
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.posts_early = self.backend == "gloo"
@@ -92,6 +95,7 @@ class ProcessGroupTransport:
         self.groups: dict[tuple[int, ...], Any] = {}
         self.pair_groups: dict[tuple[int, int, int], Any] = {}
         self.cpu_group: Any = None
+        self.checkpoint_group: Any = None
         self.peer_access: Sequence[PeerAccess] = ()  # by rank; empty where symmetric memory is not to be used
         self.symmetric_memory: SymmetricMemory | None = None
         try:
@@ -114,6 +118,8 @@ class ProcessGroupTransport:
             self.cpu_group = self.new_group(backend="gloo")
             self.pair_groups = {edge: self.new_group(edge[:2]) for edge in sorted(pairs)}
             self.connect()
+        # Files are written and read for longer than a step may take.
+        self.checkpoint_group = self.new_group(backend="gloo", seconds=self.checkpoint_seconds)
         world = dist.get_world_size()
         if self.cpu_group is not None and world > 1 and transport != "nccl":
             self.peer_access = gather_peer_access(self.device, world, self.cpu_group)
@@ -123,10 +129,13 @@ class ProcessGroupTransport:
         if near and pairs:
             self.symmetric_memory = SymmetricMemory(self.rank, world, self.device, self.cpu_group)
 
-    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-        """New process group, by default of all ranks and over the backend of this rank's device."""
+    def new_group(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None, seconds: float | None = None
+    ) -> Any:
+        """New process group, by default of all ranks, over the backend of this rank's device and with its timeout."""
+        timeout = timedelta(seconds=self.timeout_seconds if seconds is None else seconds)
         members = ranks if ranks is None else list(ranks)
-        group = dist.new_group(members, timeout=self.timeout, backend=backend or self.backend)
+        group = dist.new_group(members, timeout=timeout, backend=backend or self.backend)
         self.opened.append(group)
         return group
 

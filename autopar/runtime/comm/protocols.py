@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -56,6 +56,11 @@ class Transport(P2PChannel, FlagChannel, Protocol):
     """Moves tensors and flags between ranks, and runs collectives over rank sets."""
 
     rank: int
+
+    @property
+    def checkpoint_group(self) -> Any:
+        """Process group of all hosts for saves and loads, with a timeout of its own; None without processes."""
+        ...
 
     def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         """Channel for the tensors of one bound schedule, whose sizes are given; all ranks call."""

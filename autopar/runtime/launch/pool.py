@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
-from autopar.runtime.commands import command_named
+from autopar.runtime.commands import COMMANDS, command_named
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
@@ -55,7 +55,7 @@ class WorkerPool:
         self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process commands all of them
         pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
         self.failed: str | None = None
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds, self.checkpoint_seconds = timeout_seconds, specs[0].checkpoint_seconds
         self.call_seconds = 0.0  # duration of the last call, with transfer of arguments and results
         self.begun: dict[int, str] = {}  # names of launched steps that are not read yet, by number
         self.num_begun = 0
@@ -162,9 +162,9 @@ class WorkerPool:
             raise cannot_send(name, own, "arguments", error) from error
 
     def collect(self, name: str) -> dict[int, Any]:
-        """Results by rank. After the first reply, the wait for each further reply is limited to the timeout."""
+        """Results by rank. After the first reply, the wait for each further reply is limited to `patience`."""
         results: dict[int, Any] = {}
-        patience = max(self.timeout_seconds, START_SECONDS) if name == "start" else self.timeout_seconds
+        patience = self.patience(name)
         while len(results) < len(self.channels):
             silent = set(range(len(self.channels))) - set(results)
             replies = self.replies(silent, patience if results else None)
@@ -173,6 +173,13 @@ class WorkerPool:
             if failures or not replies:
                 self.fail(name, self.reasons(failures, silent - set(replies)))
         return dict(sorted(results.items()))
+
+    def patience(self, name: str) -> float:
+        """Longest wait for a worker's reply after another one's, second."""
+        if name == "start":
+            return max(self.timeout_seconds, START_SECONDS)
+        uses_files = name in COMMANDS and COMMANDS[name].uses_files  # a launched step is named in words
+        return self.checkpoint_seconds if uses_files else self.timeout_seconds
 
     def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
         """First replies to arrive, by rank; empty if none arrives in time. A rank that died has (False, None)."""

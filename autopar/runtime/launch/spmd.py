@@ -145,16 +145,21 @@ class SpmdBackend:
         with self.report_failures("receiving weights from rank 0"):
             return self.received(self.rank.spec, tensors)
 
-    def gathered(self, thing: Any) -> list[Any]:
-        """Objects that the ranks pass, by rank. All ranks make the call."""
+    def gathered(self, thing: Any, uses_files: bool = False) -> list[Any]:
+        """Objects that the ranks pass, by rank. All ranks make the call.
+
+        Args:
+            uses_files: whether a rank may read or write files first, so that the others wait as long as for a save.
+        """
         check_open(self)
         with self.report_failures("gathering what all ranks have"):
-            return self.all_of(thing)
+            return self.all_of(thing, self.rank.checkpoint_group if uses_files else None)
 
-    def all_of(self, thing: Any) -> list[Any]:
+    def all_of(self, thing: Any, group: Any = None) -> list[Any]:
+        """Objects that the ranks pass, by rank; ``group`` is another process group of all ranks than `control`."""
         things: list[Any] = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(things, thing, group=self.control)
+            dist.all_gather_object(things, thing, group=group or self.control)
         except RuntimeError as error:
             raise TransportError(f"gathering what all ranks have: {error}") from error
         return things
@@ -218,8 +223,9 @@ class SpmdBackend:
         with running_command(self, name), self.report_failures(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
-            if not command_named(name).replicated:
-                return dict(enumerate(self.all_of(result)))
+            command = command_named(name)
+            if not command.replicated:
+                return dict(enumerate(self.all_of(result, self.rank.checkpoint_group if command.uses_files else None)))
         result = read_under(result, lambda: self.reading(name))
         self.unread += isinstance(result, RankStepResult) and not isinstance(result.numbers, StepNumbers)
         return {number: result}

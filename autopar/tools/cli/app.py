@@ -22,6 +22,7 @@ from autopar.tools.cli.plan import plan
 from autopar.tools.cli.profile import profile
 from autopar.tools.cli.simulate import simulate
 from autopar.tools.cli.train import train
+from autopar.tools.cli.verify import verify
 
 app = typer.Typer(
     cls=Commands,
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, explain, simulate, check, train, export, codegen, bench, profile):
+for command in (plan, explain, simulate, check, train, verify, export, codegen, bench, profile):
     app.command(cls=Command)(command)
 
 

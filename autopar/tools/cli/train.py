@@ -64,6 +64,10 @@ def train(
         int | None,
         typer.Option(min=1, help="Save the last checkpoint every N updates, besides after each epoch.", metavar="N"),
     ] = None,
+    keep: Annotated[
+        int,
+        typer.Option(min=1, help="Last checkpoints to keep; `autopar verify` lists them.", metavar="N"),
+    ] = 1,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for results; runs/MODEL by default.", metavar="DIR"),
@@ -92,6 +96,6 @@ def train(
     run(
         Run(
             model, build_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags, regularization_flags,
-            devices, epochs, batch, seed, resume, checkpoint_steps, folder, overwrite, given, constraints,
+            devices, epochs, batch, seed, resume, checkpoint_steps, keep, folder, overwrite, given, constraints,
         )
     )  # fmt: skip

@@ -93,6 +93,7 @@ class Run:
     seed: int
     resume: Path | None
     checkpoint_steps: int | None
+    keep: int
     folder: Path
     overwrite: bool
     plan: Plan | None
@@ -229,7 +230,8 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
 def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -> Trainer:
     """Trainer with the callbacks that write and show the command's results."""
     folder = asked.folder
-    writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), Checkpoints(folder, asked.checkpoint_steps))
+    saving = Checkpoints(folder, asked.checkpoint_steps, asked.keep)
+    writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), saving)
     return Trainer(
         pm,
         training_loader(

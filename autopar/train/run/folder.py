@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.errors import CheckpointError, UsageError
+from autopar.errors import UsageError
+from autopar.ir.files import TEMPORARY
 from autopar.ir.units import plural
-from autopar.runtime.checkpoint.folder import is_checkpoint, read_header, remove_checkpoint
+from autopar.runtime.checkpoint.folder import age, is_checkpoint, remove_checkpoint, save_folder
 
 LAST, BEST = "last", "best"
 STEPS, EPOCHS = "steps.jsonl", "history.jsonl"
@@ -33,20 +34,14 @@ def make_folder(folder: Path) -> None:
 
 
 def lies_in(checkpoint: Path, folder: Path) -> bool:
-    """Whether a checkpoint belongs to the run in a folder; both paths may be links."""
+    """Whether a checkpoint, or one that is kept with it, belongs to the run in a folder; both paths may be links."""
+    checkpoint = save_folder(checkpoint)
     return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
 
 def checkpoints_in(folder: Path) -> list[str]:
     """Descriptions of the checkpoints in a run's folder, such as ``checkpoint last after 16 updates``."""
     return [f"checkpoint {name} {age(folder / name)}" for name in (LAST, BEST) if is_checkpoint(folder / name)]
-
-
-def age(checkpoint: Path) -> str:
-    try:
-        return f"after {plural(read_header(checkpoint).updates, 'update')}"
-    except CheckpointError:
-        return "(unreadable)"
 
 
 def logs_in(folder: Path) -> list[str]:
@@ -102,6 +97,7 @@ def remove_run(folder: Path) -> None:
             remove_checkpoint(folder / name)
         for name in (STEPS, EPOCHS, WEIGHTS, EMA_WEIGHTS):
             (folder / name).unlink(missing_ok=True)
+            (folder / (name + TEMPORARY)).unlink(missing_ok=True)
         events = folder / TENSORBOARD
         for path in (*folder.glob(EVENTS), *events.glob(EVENTS)):
             path.unlink()

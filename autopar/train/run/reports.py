@@ -141,6 +141,6 @@ class TrainerView(Protocol):
     @property
     def run_folders(self) -> set[Path]: ...
 
-    def save(self, folder: str | PathLike[str]) -> None:
-        """Write a checkpoint of the model and of the run's position."""
+    def save(self, folder: str | PathLike[str], keep: int = 1) -> None:
+        """Write a checkpoint of the model and of the run's position; ``keep`` checkpoints stay in the folder."""
         ...

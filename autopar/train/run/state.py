@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from autopar.api.checkpoint import read_header
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.runtime.checkpoint.folder import check_files
+from autopar.runtime.checkpoint.folder import check_sizes
 from autopar.train.run.reports import EpochReport, EpochSums, RunPosition
 
 
@@ -67,7 +67,7 @@ def read_run(folder: str | PathLike[str]) -> SavedRun:
         UsageError: no trainer wrote it.
     """
     header = read_header(folder)
-    check_files(Path(folder), header)
+    check_sizes(Path(folder), header)
     try:
         return TypeAdapter(SavedRun).validate_python(header.extra)
     except ValidationError as error:

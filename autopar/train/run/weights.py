@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from stat import S_IMODE
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from autopar.ir.files import replacing
+
 
 def save_weights(state: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a state dict; a tied weight is written under each of its names, since the format has no aliases.
 
-    The file keeps the permissions of the file that it replaces, or gets those of a new file. safetensors by itself
-    writes a private file and renames it.
+    A file that is there is replaced once the new one is on disk.
     """
-    target = path.resolve()  # safetensors would replace a link by its file
-    new = not target.exists()
-    target.touch()
-    mode = S_IMODE(target.stat().st_mode)
-    try:
-        copies = {name: tensor.contiguous().clone() for name, tensor in state.items()}
-        save_file(copies, target, dict(metadata) if metadata is not None else None)
-    except BaseException:
-        if new:
-            target.unlink(missing_ok=True)
-        raise
-    if S_IMODE(target.stat().st_mode) != mode:
-        target.chmod(mode)
+    copies = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    with replacing(path) as file:
+        save_file(copies, file, dict(metadata) if metadata is not None else None)
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:

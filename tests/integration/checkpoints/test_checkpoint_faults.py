@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pickle
 import re
@@ -26,7 +25,9 @@ from support.checkpoint_models import (
     STEPLR,
     assert_equal,
     contents,
+    edit_header,
     grouped,
+    rehash,
     save_small,
     small,
     unchanged,
@@ -44,7 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 KILLED = """
-import os, random, signal, sys, time
+import glob, os, random, signal, sys, time
 import torch
 from torch import nn
 import autopar
@@ -58,7 +59,7 @@ names = list(pm.state_dict())
 
 def save(counter):
     pm.load_state_dict({n: torch.full_like(t, float(counter)) for n, t in pm.state_dict().items()})
-    pm.save_checkpoint(folder, {"counter": counter})
+    pm.save_checkpoint(folder, {"counter": counter}, keep=2)
 
 save(0)
 begin = time.perf_counter()
@@ -74,16 +75,17 @@ for _ in range(20):
     time.sleep(random.uniform(0, 3 * seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    leftovers += len([n for n in os.listdir(folder) if n.startswith("data-")]) > 1
+    leftovers += len([n for n in os.listdir(folder) if n.startswith("data-")]) > 2
     found = read_header(folder).extra["counter"]
     assert found >= counter, (found, counter)
-    values = {float(v) for t in read_weights(folder).values() for v in t.unique()}
-    assert values == {float(found)}, (values, found)
+    for whole in {os.path.dirname(path) for path in glob.glob(f"{folder}/**/checkpoint.json", recursive=True)}:
+        values = {float(v) for t in read_weights(whole).values() for v in t.unique()}
+        assert values == {float(read_header(whole).extra["counter"])}, (whole, values)
     seen.append(found)
     counter = found
 assert pm.load_checkpoint(folder) == {"counter": counter}
 save(counter + 1)
-assert len([n for n in os.listdir(folder) if n.startswith("data-")]) == 1
+assert len([n for n in os.listdir(folder) if n.startswith("data-")]) == 2
 print(f"{seen} {leftovers} killed while writing")
 """
 
@@ -250,11 +252,6 @@ def test_one_rank_that_fails_is_one_error_on_all_and_training_goes_on(tmp_path: 
         assert_equal(read_weights(folder), pm.state_dict())
 
 
-def edit(saved: Path, **fields: Any) -> None:
-    path = saved / "checkpoint.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
@@ -275,27 +272,28 @@ def broken(saved: Path, how: str) -> None:
     elif how == "cut header":
         cut(saved / "checkpoint.json", 100)
     elif how == "newer":
-        edit(saved, schema_version=7)
+        edit_header(saved, schema_version=7)
     elif how == "field":
-        edit(saved, updates="many")
+        edit_header(saved, updates="many")
     elif how == "truncated":
         cut(data / "__0_0.distcp", 1000)
     elif how == "missing":
         (data / "__0_0.distcp").unlink()
     elif how == "elsewhere":
-        edit(saved, data="../data-1")
+        edit_header(saved, data="../data-1")
     elif how == "pickle":
         (data / ".metadata").write_bytes(pickle.dumps(Shell()))
-        edit(saved, files=json.loads((saved / "checkpoint.json").read_text())["files"] | {
-            ".metadata": (data / ".metadata").stat().st_size})  # fmt: skip
+        rehash(saved)
     elif how == "noise":
         raw = bytearray((data / "training.pt").read_bytes())
         raw[40:80] = bytes(40)
         (data / "training.pt").write_bytes(raw)
+        rehash(saved)
     elif how == "noise in tensors":
         raw = bytearray((data / "__0_0.distcp").read_bytes())
         raw[::7] = bytes(len(raw[::7]))
         (data / "__0_0.distcp").write_bytes(raw)
+        rehash(saved)
 
 
 @pytest.mark.parametrize(
@@ -304,18 +302,19 @@ def broken(saved: Path, how: str) -> None:
         ("no folder", r"saved is not a checkpoint: it does not exist\. Give the folder that save_checkpoint wrote\.$"),
         (
             "empty",
-            r"saved is not a checkpoint: it has no checkpoint\.json\. Give the folder that save_checkpoint wrote\.$",
+            r"saved is not a checkpoint: it has no checkpoint\.json\. Give the folder that save_checkpoint wrote\. "
+            r"Kept there: .*saved/data-1 after 1 update\.$",
         ),
         ("foreign", r"checkpoint\.json is not of autopar: it has no schema_version\. Give a checkpoint's folder"),
         ("cut header", r"checkpoint\.json is not a complete JSON file: .* at line \d+, column \d+\..* use another"),
-        ("newer", r"checkpoint\.json: field schema_version is 7, this autopar reads 1\. Upgrade autopar\."),
+        ("newer", r"checkpoint\.json: field schema_version is 7, this autopar reads 1 to 2\. Upgrade autopar\."),
         ("field", r"checkpoint\.json is not a valid checkpoint\. Field updates: Input should be a valid integer"),
         (
             "truncated",
             r"is damaged: in data-1, 1 of 3 files .*: __0_0\.distcp has 1,000 of [\d,]+ bytes\. Copy it again",
         ),
         ("missing", r"is damaged: in data-1, 1 of 3 files .*: __0_0\.distcp is missing"),
-        ("elsewhere", r"is damaged: in \.\./data-1"),
+        ("elsewhere", r"its header lists 3 files in '\.\./data-1', which no save writes\. Use another"),
         ("pickle", r"\.metadata is damaged: it names posix\.system\. Use another"),
         ("noise", r"training\.pt is damaged: .* Use another checkpoint\."),
         ("noise in tensors", r"Cannot load the checkpoint in .*saved: .* on rank 0 .* The model is as it was\."),
@@ -436,6 +435,21 @@ sys.stdin.read()
             pm.save_checkpoint(saved)
         other.communicate()
         pm.save_checkpoint(saved)
+
+
+class WithoutState(torch.optim.lr_scheduler.StepLR):
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("'WithoutState' object has no attribute 'milestones'")
+
+
+def test_only_errors_of_the_disk_ask_for_room(tmp_path: Path) -> None:
+    scheduler = functools.partial(WithoutState, step_size=1)
+    with small(lr_scheduler=scheduler) as pm, unchanged(pm), pytest.raises(CheckpointError) as error:
+        pm.save_checkpoint(tmp_path / "saved")
+    assert str(error.value).endswith(
+        "saved: AttributeError: 'WithoutState' object has no attribute 'milestones' on rank 0 (stage 0). Optimizer, "
+        "scheduler and averages need a state_dict() that works."
+    )
 
 
 class Watching(torch.optim.lr_scheduler.StepLR):

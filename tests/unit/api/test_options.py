@@ -25,6 +25,7 @@ from autopar.trace.trace import trace
     ("given", "message"),
     [
         ({"timeout": -1}, "timeout=-1 must be a number above 0"),
+        ({"checkpoint_timeout": 0}, "checkpoint_timeout=0 must be a number above 0"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be"),
         ({"memory": True}, "memory=True must be"),
         ({"memory": "24"}, "Write a number and a unit"),
@@ -47,6 +48,11 @@ def test_impossible_options(given: dict, message: str) -> None:
 def test_the_mesh_is_left_to_the_planner() -> None:
     assert (Options().pp, Options().tp, Options().dp, Options().zero1) == (None,) * 4
     assert Options.of({"tp": 2, "dp": 4, "zero1": False}) == Options(tp=2, dp=4, zero1=False)
+
+
+def test_a_save_may_take_longer_than_a_step() -> None:
+    asked = [{}, {"timeout": 5}, {"timeout": 7200}, {"timeout": 7200, "checkpoint_timeout": 60}]
+    assert [Options.of(options).checkpoint_seconds for options in asked] == [3600, 3600, 7200, 60]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from autopar.train import (
     Checkpoints,
     JsonLog,
     read_run,
+    remove_run,
     schedule,
 )
 from autopar.train.run.reports import RunPosition
@@ -97,6 +98,43 @@ def test_a_run_goes_on_by_a_link_and_from_within_its_checkpoint(tmp_path: Path, 
             on.resume(checkpoint)
             on.fit()
         assert [line["update"] for line in records(folder / "steps.jsonl")] == [*range(1, 5 * epochs + 1)]
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_that_is_kept(tmp_path: Path):
+    """In the folder of its run, as if the newer ones did not exist."""
+    folder, new = tmp_path / "run", tmp_path / "new"
+    with parallel() as pm:
+        trainer(pm, epochs=1, callbacks=(JsonLog(folder), Checkpoints(folder, every=2, keep=3))).fit()
+        state = pm.state_dict()
+    assert [path.name for path in sorted((folder / "last").glob("data-*"))] == ["data-1", "data-2", "data-3"]
+    for target in (new, folder):
+        with parallel() as pm:
+            on = trainer(pm, epochs=1, callbacks=(JsonLog(target), Checkpoints(target)))
+            on.resume(folder / "last" / "data-1")
+            assert on.position.update == 2
+            on.fit()
+            assert all(torch.equal(t, state[name]) for name, t in pm.state_dict().items())
+        assert [line["update"] for line in records(target / "steps.jsonl")] == [*range(1, 6)]
+        assert [path.name for path in (target / "last").glob("data-*")] == ["data-2" if target == new else "data-4"]
+    remove_run(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_kill_while_a_log_is_rewritten_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with parallel() as pm:
+        trainer(pm, epochs=1, callbacks=(JsonLog(tmp_path), Checkpoints(tmp_path, every=2))).fit()
+        before = losses(tmp_path)
+        on = trainer(pm, callbacks=(JsonLog(tmp_path),))
+        on.resume(tmp_path / "last")
+
+        def killed(path: Path, text: str) -> int:
+            with path.open("w"):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            on.fit()
+    assert losses(tmp_path) == before
 
 
 def test_the_best_of_a_later_time_is_not_taken_over(tmp_path: Path):

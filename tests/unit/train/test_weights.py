@@ -12,6 +12,7 @@ from autopar.train import (
     load_weights,
     save_weights,
 )
+from autopar.train.run import weights
 
 
 class TiedHead(nn.Module):
@@ -32,3 +33,11 @@ def test_a_file_that_cannot_be_written_is_not_left_behind(tmp_path: Path):
     with pytest.raises(TypeError):
         save_weights({"w": torch.zeros(2)}, tmp_path / "w.safetensors", {"updates": 3})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_leaves_the_old_file_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "w.safetensors"
+    seen, write = [], weights.save_file
+    monkeypatch.setattr(weights, "save_file", lambda *args: (seen.append(path.exists()), write(*args)))
+    save_weights({"w": torch.zeros(2)}, path)
+    assert seen == [False] and path.exists()
