@@ -180,8 +180,7 @@ class ParallelModel:
                 f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
                 "1 / 4 for each of four equal parts."
             )
-        while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
-            _ = self._unread.popleft().figures
+        self._read_oldest(MAX_STEPS_IN_FLIGHT - 1)
         request = self._training_request(command, x, y, return_outputs, share)
         results: dict[int, RankStepResult]
         results, outputs = self._dispatcher.carry_out(request)
@@ -197,6 +196,15 @@ class ParallelModel:
         result = StepResult(partial(self._metrics, numbers, seconds, share, step), joined)
         self._unread.append(result)
         return result
+
+    def _read_oldest(self, num_kept: int) -> None:
+        """Read the results of the oldest unread steps, until at most ``num_kept`` are unread."""
+        while len(self._unread) > num_kept:
+            try:
+                oldest = self._unread.popleft()
+            except IndexError:  # another thread, which closes the model, has taken it
+                return
+            _ = oldest.figures
 
     def _metrics(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
         """Metrics of a step; waits for its numbers and warns of a loss that is not finite."""
@@ -388,8 +396,8 @@ class ParallelModel:
         Waits for steps that are running, so that their results can still be read.
         """
         try:
-            while self._unread and self._ranks.failed is None:
-                _ = self._unread.popleft().figures
+            if self._ranks.failed is None:
+                self._read_oldest(0)
         finally:
             self._ranks.close()
 

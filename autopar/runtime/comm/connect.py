@@ -54,6 +54,6 @@ def connect_rank(
     opened.callback(transport.close)
     keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
     opened.callback(unregister, keys)
-    rank = Rank(spec, tensors, transport, keys)
+    rank = Rank(spec, tensors, transport, keys, timeout_seconds=timeout_seconds)
     opened.callback(rank.close)
     return rank
