@@ -185,8 +185,7 @@ class ParallelModel:
 
     def _train(self, command: str, x: Any, y: Any, return_outputs: bool, share: float) -> StepResult:
         self._warn_of_autocast()
-        while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
-            _ = self._unread.popleft().figures
+        self._read_oldest(MAX_STEPS_IN_FLIGHT - 1)
         request = self._training_request(command, x, y, return_outputs, share)
         results: dict[int, RankStepResult]
         results, outputs = self._dispatcher.carry_out(request)
@@ -209,6 +208,15 @@ class ParallelModel:
         """Warn once of an autocast region around a call, in which the caller may expect its precision."""
         if not self._warned_of_autocast:
             self._warned_of_autocast = warn_of_autocast(self.plan.precision, self.machine.device_type)
+
+    def _read_oldest(self, num_kept: int) -> None:
+        """Read the results of the oldest unread steps, until at most ``num_kept`` are unread."""
+        while len(self._unread) > num_kept:
+            try:
+                oldest = self._unread.popleft()
+            except IndexError:  # another thread, which closes the model, has taken it
+                return
+            _ = oldest.figures
 
     def _metrics(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
         """Metrics of a step; waits for its numbers and warns of a loss that is not finite."""
@@ -407,8 +415,8 @@ class ParallelModel:
         Waits for steps that are running, so that their results can still be read.
         """
         try:
-            while self._unread and self._ranks.failed is None:
-                _ = self._unread.popleft().figures
+            if self._ranks.failed is None:
+                self._read_oldest(0)
         finally:
             self._ranks.close()
 

@@ -177,7 +177,7 @@ def start_ranks(
         return SpmdBackend(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
     if len(specs) == 1:
         return InProcessBackend(specs[0], tensors)
-    parts = [{w.name: spec.local_part(w.name, tensors[w.name]) for w in spec.weights} for spec in specs]
+    parts = ({w.name: spec.local_part(w.name, tensors[w.name]) for w in spec.weights} for spec in specs)
     return WorkerPool(specs, parts, machine.backend, timeout_seconds, machine.num_threads)
 
 

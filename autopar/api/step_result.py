@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,13 @@ class StepResult:
     On GPUs a step is still running when the call that launched it returns. Reading a number waits until the step is
     done; a loop that reads numbers one step later, or every few steps, never leaves a GPU idle. ``ready`` says whether
     reading waits; on CPU it never does. An error that a GPU reports late is raised by the read, or by the next call. A
-    `NonFiniteLossWarning` is given by the read, or when the second step after this one starts.
+    `NonFiniteLossWarning` is given by the read, or when the second step after this one starts. Any thread may read.
     """
 
     def __init__(self, numbers: StepMetrics | Callable[[], StepMetrics], outputs: Any = None) -> None:
         """Take the metrics, or a function that waits for them."""
         self._numbers = numbers
+        self._lock = threading.RLock()
         self.outputs = outputs  # the model's outputs in the order of the batch; None unless they were kept
 
     @property
@@ -57,7 +59,8 @@ class StepResult:
     def figures(self) -> StepMetrics:
         """All numbers of the step; waits until it is done."""
         if not isinstance(self._numbers, StepMetrics):
-            self._numbers = self._numbers()
+            with self._lock:  # another thread may have read them meanwhile
+                self._numbers = self._numbers if isinstance(self._numbers, StepMetrics) else self._numbers()
         return self._numbers
 
     def __repr__(self) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +25,11 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.launch.loopback import HOST, loopback_store, loopback_variables
+
 PAYLOAD = "payload.pickle"
 POLL_SECONDS = 0.1
 END_SECONDS = 5.0
-HOST = "127.0.0.1"
 # Variables of a launcher around the caller, or of Slurm. They contradict those that are set for the workers.
 FOREIGN = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
@@ -106,11 +106,11 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix=f"autopar-{name}-") as text:
         folder = Path(text)
         (folder / PAYLOAD).write_bytes(pickle.dumps(payload))
-        port = free_port()
+        store = loopback_store()  # of all ranks, until they have ended
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(world):
-                processes.append(start(entry, folder, rank, world, port, threads))
+                processes.append(start(entry, folder, rank, world, store.port, threads))
             timed_out = watch(processes, folder, limits, on_result, on_line)
             codes = tuple(p.poll() for p in processes)
         finally:
@@ -182,7 +182,9 @@ def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: i
     environment |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }  # fmt: skip
+        # As torchrun's: the store is served by the caller, so rank 0 opens none.
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    } | loopback_variables(os.environ)  # fmt: skip
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     with (folder / f"{rank}.log").open("wb") as log:
@@ -214,10 +216,3 @@ def last_line(log: Path) -> str:
     """Last line of a file that is not empty."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else "nothing"
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return listener.getsockname()[1]

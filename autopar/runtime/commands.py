@@ -22,6 +22,8 @@ class Command:
         allowed_under_averages: whether the command is valid while averages stand in for the weights. It neither reads
             nor writes the weights which an optimizer updates, or it shows the weights or averages in place.
         uses_files: whether ranks write or read files, so that they may wait for each other longer than in a step.
+        reads_only: whether weights, gradients and optimizer stay as they are, so that nothing is lost if the caller
+            never gets the result. A first Ctrl-C waits for the end of such a command, and the model stays usable.
     """
 
     replicated: bool = False
@@ -29,27 +31,28 @@ class Command:
     is_step: bool = False
     allowed_under_averages: bool = False
     uses_files: bool = False
+    reads_only: bool = False
 
 
 COMMANDS: Mapping[str, Command] = {
-    "add_programs": Command(replicated=True, allowed_under_averages=True),
-    "forward": Command(replicated=True, borrows_inputs=True, allowed_under_averages=True),
+    "add_programs": Command(replicated=True, allowed_under_averages=True, reads_only=True),
+    "forward": Command(replicated=True, borrows_inputs=True, allowed_under_averages=True, reads_only=True),
     "forward_backward": Command(replicated=True, borrows_inputs=True, is_step=True),
     "train_step": Command(replicated=True, borrows_inputs=True, is_step=True),
     "tensor_peak": Command(),
     "optimizer_step": Command(replicated=True),
     "zero_grad": Command(replicated=True, allowed_under_averages=True),
     "scheduler_step": Command(replicated=True, allowed_under_averages=True),
-    "learning_rates": Command(replicated=True, allowed_under_averages=True),
-    "loss_scale": Command(replicated=True, allowed_under_averages=True),
-    "state": Command(allowed_under_averages=True),
-    "ema_state": Command(allowed_under_averages=True),
-    "gradients": Command(allowed_under_averages=True),
-    "stats": Command(allowed_under_averages=True),
+    "learning_rates": Command(replicated=True, allowed_under_averages=True, reads_only=True),
+    "loss_scale": Command(replicated=True, allowed_under_averages=True, reads_only=True),
+    "state": Command(allowed_under_averages=True, reads_only=True),
+    "ema_state": Command(allowed_under_averages=True, reads_only=True),
+    "gradients": Command(allowed_under_averages=True, reads_only=True),
+    "stats": Command(allowed_under_averages=True, reads_only=True),
     "load": Command(replicated=True),
     "swap_ema": Command(replicated=True),
-    "save_checkpoint": Command(uses_files=True),
-    "inspect_checkpoint": Command(uses_files=True),
+    "save_checkpoint": Command(uses_files=True, reads_only=True),
+    "inspect_checkpoint": Command(uses_files=True, reads_only=True),
     "load_checkpoint": Command(uses_files=True),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.executor import BoundStep, ChunkModule
 from autopar.runtime.engine.loss import in_autocast
-from autopar.runtime.engine.metrics import step_numbers
+from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
 from autopar.runtime.engine.timer import Stopwatch
@@ -51,12 +52,14 @@ class Rank:
         transport: Transport,
         axes: Mapping[str, str] = NO_AXES,
         checkpoint: Callable[[], CheckpointModule] = import_checkpoint,
+        timeout_seconds: float = inf,
     ) -> None:
         """Take ownership of ``tensors``, this rank's parts of its weights by name.
 
         Args:
             axes: key in `autopar.ops.collectives` of each mesh axis's communicator.
             checkpoint: imports the module that saves and loads checkpoints.
+            timeout_seconds: longest wait for a step on the GPU, but see `StepLimit`.
         """
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
@@ -81,6 +84,7 @@ class Rank:
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
         self.bound_steps: dict[tuple, BoundStep] = {}
         self.current_step: BoundStep | None = None
+        self.limit = StepLimit(timeout_seconds)
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
         # Whether a call has left gradients for the next update, on this rank or another one.
@@ -193,7 +197,7 @@ class Rank:
         with self.staging.staged(request.data) as data:
             step = self.execute(replace(request, data=data), update_follows=False)
         losses = self.sum_losses(step, len(request.programs))
-        return RankStepResult(step_numbers(losses, None, start, self.stopwatch), step.outputs)
+        return RankStepResult(step_numbers(losses, None, start, self.stopwatch, step.marks, self.limit), step.outputs)
 
     def train_step(self, request: StepRequest) -> RankStepResult:
         """Gradients and an update, which includes gradients that earlier calls accumulated."""
@@ -202,7 +206,9 @@ class Rank:
         self.broadcast_buffers(request.mode)
         with self.staging.staged(request.data) as data:
             computed, update = self.compute_and_update(replace(request, data=data))
-        return RankStepResult(step_numbers(computed.losses, update, start, self.stopwatch), computed.outputs)
+        marks: StepMarks = self.current_step.marks if self.current_step is not None else ()
+        numbers = step_numbers(computed.losses, update, start, self.stopwatch, marks, self.limit)
+        return RankStepResult(numbers, computed.outputs)
 
     def compute_and_update(self, request: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
         """Run a training step and its update; returns the update's result where the host knows it, else the norm."""

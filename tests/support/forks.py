@@ -13,9 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autopar.measure.workers import HOST, free_port
 from autopar.runtime.launch.fork_server import MODULES, ForkServer, Process, worker_environment
+from autopar.runtime.launch.loopback import HOST
 from support.effort import full
+from support.faults import free_port
 
 SCRIPTS = Path(__file__).parent  # folder of the scripts that ranks run
 PATIENT_SECONDS = 5.0  # between SIGTERM and SIGKILL

@@ -57,7 +57,7 @@ def connect_rank(
     opened.callback(transport.close)
     keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
     opened.callback(unregister, keys)
-    rank = Rank(spec, tensors, transport, keys)
+    rank = Rank(spec, tensors, transport, keys, timeout_seconds=timeout_seconds)
     opened.callback(close_if_alive, weakref.ref(rank))  # the groups do not keep the memory of a dropped rank
     return rank
 

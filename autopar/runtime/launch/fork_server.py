@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import WorkerError
+from autopar.runtime.launch.loopback import loopback_variables
 from autopar.runtime.launch.shared_memory import shared_file
 
 # On other systems, libraries may not survive a fork. There each server becomes the process that it was asked to start.
@@ -218,7 +219,8 @@ def surroundings(environment: Mapping[str, str]) -> Any:
 def worker_environment(num_threads: int) -> dict[str, str]:
     """Environment of workers that import from this process's path, each with ``num_threads`` CPU threads."""
     path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
+    return os.environ | loopback_variables(os.environ) | own
 
 
 def how_ended(code: int) -> str:

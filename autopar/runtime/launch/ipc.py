@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.connection import Connection
 from types import CodeType
@@ -52,6 +54,12 @@ class WorkerChannel:
     def send(self, encoded: Message) -> None:
         """Send a message. Raises OSError if and only if the other process is gone."""
         self.connection.send(encoded)
+
+    def tell(self, message: Any) -> None:
+        """Send a last small message without waiting; to a process that is gone or does not receive, nothing is sent."""
+        os.set_blocking(self.connection.fileno(), False)
+        with suppress(OSError):
+            self.send(self.encode(message))
 
     def receive(self) -> Message:
         """Next message. Raises EOFError or OSError if and only if the other process is gone."""

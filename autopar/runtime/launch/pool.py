@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import os
 import subprocess
+import threading
 import time
-import traceback
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -19,27 +18,31 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
 from autopar.runtime.commands import COMMANDS, command_named
+from autopar.runtime.engine.metrics import StepLimit
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
+from autopar.runtime.launch.interrupt import deferred_interrupt
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
+from autopar.runtime.launch.loopback import HOST, loopback_store
+from autopar.runtime.launch.replies import Replies
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
-from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start, main
+from autopar.runtime.launch.worker import LEAVE, START_SECONDS, Failure, Start, main
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
-GRACE_SECONDS = 1.0  # after the first failure, to receive the failure of the rank that caused it
-EXIT_SECONDS = 3.0  # time for a worker to end by itself once its connection is closed
+EXIT_SECONDS = 3.0  # time for a worker to end by itself once it was told to leave
 
 
 class WorkerPool:
     """One worker process per rank on this machine.
 
     If a worker dies or raises, all workers are ended and the running call raises one error. Workers end by themselves
-    when this process ends in any way: each watches its connection.
+    when this process ends in any way: each watches its connection and its parent. Several threads may call and read
+    results; one command runs at a time.
     """
 
     def __init__(
         self,
         specs: Sequence[RankSpec],
-        tensors: Sequence[Mapping[str, torch.Tensor]],
+        tensors: Iterable[Mapping[str, torch.Tensor]],
         backend: str,
         timeout_seconds: float,
         num_threads: int,
@@ -47,7 +50,8 @@ class WorkerPool:
         """Start the workers and send each its weights.
 
         Args:
-            tensors: each rank's weights by name.
+            tensors: each rank's weights by name. One rank's are taken at a time and are sent before the next: memory
+                is needed once for all ranks.
             timeout_seconds: maximal wait for a peer inside a step.
             num_threads: number of CPU threads of each worker.
         """
@@ -55,7 +59,8 @@ class WorkerPool:
         self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process commands all of them
         pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
         self.failed: str | None = None
-        self.timeout_seconds, self.checkpoint_seconds = timeout_seconds, specs[0].checkpoint_seconds
+        self.limit, self.checkpoint_seconds = StepLimit(timeout_seconds), specs[0].checkpoint_seconds
+        self.lock = threading.RLock()  # held from the first message of a command to the last reply
         self.call_seconds = 0.0  # duration of the last call, with transfer of arguments and results
         self.begun: dict[int, str] = {}  # names of launched steps that are not read yet, by number
         self.num_begun = 0
@@ -64,18 +69,21 @@ class WorkerPool:
         prepare(num_threads)  # before the finalizer: at the interpreter's exit, the last finalizer runs first
         self.processes: list[Process] = []
         self._finalizer = weakref.finalize(self, stop, self.processes, self.channels, EXIT_SECONDS)
-        # Port 0: the store picks a free port, so that no other process can take it first.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = worker_environment(num_threads)
+        self.store: dist.TCPStore | None = loopback_store()  # the workers' until they end
+        environment, port = worker_environment(num_threads), self.store.port
         try:
             for spec in specs:
                 self.start(spec.rank, environment)
+            starts = [Start(spec, HOST, port, backend, timeout_seconds, num_threads) for spec in pickled]
+            self.carry_out("start", "start", {rank: (start,) for rank, start in enumerate(starts)})
+            for rank, own in enumerate(tensors):
+                self.carry_out("weights", "start", {rank: (dict(own),)}, borrowed=True)
+                self.channels[rank].sending.clear()
+                del own  # before the next rank's weights are made
+            self.carry_out("connect", "start", dict.fromkeys(self.numbers, ()))
         except BaseException:
             self.close(0.0)
             raise
-        starts = [Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads) for spec in pickled]
-        weights = enumerate(zip(starts, tensors, strict=True))
-        self.carry_out("start", "start", {rank: (start, dict(t)) for rank, (start, t) in weights})
 
     def start(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start the worker of a rank; it waits for its first command."""
@@ -96,14 +104,23 @@ class WorkerPool:
         command = command_named(name)
         if command.is_step and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
             return self.begin(name, arguments)
-        return self.carry_out(name, name, arguments, command.borrows_inputs)
+        with deferred_interrupt(name) if command.reads_only else nullcontext():
+            return self.carry_out(name, name, arguments, command.borrows_inputs)
 
     def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Launch a step and return outcomes that are read later, so that the caller can prepare the next step."""
-        step, self.num_begun = self.num_begun, self.num_begun + 1
-        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()}, True)
-        self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
-        read = functools.cache(lambda: self.read(step))
+        with self.lock:
+            step, self.num_begun = self.num_begun, self.num_begun + 1
+            self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()}, True)
+            self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
+        numbers: list[StepNumbers] = []  # once they are read
+
+        def read() -> StepNumbers:
+            with self.lock, deferred_interrupt(f"the wait for {name}"):
+                if not numbers:
+                    numbers.append(self.read(step))
+            return numbers[0]
+
         return {rank: RankStepResult(read, []) for rank in self.numbers}
 
     def read(self, step: int) -> StepNumbers:
@@ -111,38 +128,50 @@ class WorkerPool:
 
         All ranks are read, although each has the numbers: an error of a GPU appears only in a wait for that GPU.
         """
+        self.check_open()
         results = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
         del self.begun[step]
         seconds = [result.device_seconds for result in results.values() if result.device_seconds is not None]
+        self.limit.count(max(seconds, default=0.0))
         return replace(results[max(results)], device_seconds=max(seconds, default=None))
+
+    def check_open(self) -> None:
+        """Raise a UsageError if the workers are gone."""
+        if self.failed is not None:
+            raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
 
     def carry_out(
         self, command: str, name: str, arguments: Mapping[int, tuple], borrowed: bool = False
     ) -> dict[int, Any]:
-        """Send a command to all workers and wait for their replies.
+        """Send a command to the ranks that ``arguments`` names and wait for their replies, as `Replies` does.
 
         Args:
             name: name of the command in errors.
             borrowed: whether workers on GPUs read the arguments' tensors in shared memory.
         """
-        if self.failed is not None:
-            raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
-        start = time.perf_counter()
-        messages = [self.encoded(rank, command, name, arguments[rank], borrowed) for rank in self.numbers]
-        try:
-            for rank, (channel, message) in enumerate(zip(self.channels, messages, strict=True)):
-                try:
-                    channel.send(message)
-                except OSError:
-                    self.fail(name, {rank: None})
-            results = self.collect(name)
-        except BaseException as error:
-            if self.failed is None:
-                self.failed = f"{type(error).__name__} during {name}."
-            self.close(0.0)
-            raise
-        self.call_seconds = time.perf_counter() - start
-        return results
+        with self.lock:
+            self.check_open()
+            start = time.perf_counter()
+            messages = {rank: self.encoded(rank, command, name, own, borrowed) for rank, own in arguments.items()}
+            seconds = self.seconds(name)
+            try:
+                for rank, message in messages.items():
+                    try:
+                        self.channels[rank].send(message)
+                    except OSError:
+                        self.fail(name, {rank: None})
+                replies = Replies(name, {rank: self.channels[rank] for rank in messages}, seconds, seconds)
+                if not replies.collect():
+                    self.fail(name, replies.failures)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    self.failed = f"Ctrl-C during {name}, which some ranks may have done and others not."
+                elif self.failed is None:
+                    self.failed = f"{type(error).__name__} during {name}."
+                self.close(0.0)
+                raise
+            self.call_seconds = time.perf_counter() - start
+            return dict(sorted(replies.results.items()))
 
     def encoded(self, rank: int, command: str, name: str, own: tuple, borrowed: bool) -> Message:
         """Message of a command to one rank.
@@ -153,76 +182,20 @@ class WorkerPool:
         try:
             return self.channels[rank].encode((command, own), lend=self.on_gpu[rank] and borrowed)
         except OSError as error:
+            remedy = "Give" if name == "start" else "No worker received the call. Use a smaller batch, or give"
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
-                f"memory: {error.strerror}. No worker received the call. Use a smaller batch, or give the machine or "
-                "container more memory."
+                f"memory: {error.strerror}. {remedy} the machine or container more memory."
             ) from error
         except Exception as error:
             raise cannot_send(name, own, "arguments", error) from error
 
-    def collect(self, name: str) -> dict[int, Any]:
-        """Results by rank. After the first reply, the wait for each further reply is limited to `patience`."""
-        results: dict[int, Any] = {}
-        patience = self.patience(name)
-        while len(results) < len(self.channels):
-            silent = set(range(len(self.channels))) - set(results)
-            replies = self.replies(silent, patience if results else None)
-            results |= {rank: result for rank, (ok, result) in replies.items() if ok}
-            failures = {rank: result for rank, (ok, result) in replies.items() if not ok}
-            if failures or not replies:
-                self.fail(name, self.reasons(failures, silent - set(replies)))
-        return dict(sorted(results.items()))
-
-    def patience(self, name: str) -> float:
-        """Longest wait for a worker's reply after another one's, second."""
+    def seconds(self, name: str) -> float:
+        """Longest wait for a reply to a command."""
         if name == "start":
-            return max(self.timeout_seconds, START_SECONDS)
+            return max(self.limit.seconds, START_SECONDS)
         uses_files = name in COMMANDS and COMMANDS[name].uses_files  # a launched step is named in words
-        return self.checkpoint_seconds if uses_files else self.timeout_seconds
-
-    def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
-        """First replies to arrive, by rank; empty if none arrives in time. A rank that died has (False, None)."""
-        arrived: dict[int, tuple[bool, Any]] = {}
-        waiting = {self.channels[rank].connection: rank for rank in silent}
-        for connection in wait(list(waiting), seconds):
-            rank = waiting[connection]  # type: ignore[index]
-            try:
-                reply = self.channels[rank].receive()
-            except (EOFError, OSError):
-                arrived[rank] = (False, None)
-                continue
-            try:
-                arrived[rank] = self.channels[rank].decode(reply)
-            except Exception as error:
-                details = "".join(traceback.format_exception(error))
-                arrived[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
-        return arrived
-
-    def reasons(self, failures: dict[int, Failure | None], silent: set[int]) -> dict[int, Failure | None]:
-        """All known failures of a command by rank: the first rank to reply is not always the cause.
-
-        If every failed rank only noticed that a peer is silent, the silent ranks are asked for their positions.
-        """
-        failures = failures | self.late_failures(silent)
-        if all(f is not None and f.secondary for f in failures.values()):
-            for rank in silent:
-                with suppress(OSError):  # the closed connection shows that the worker died
-                    self.channels[rank].send(self.channels[rank].encode(WHERE))
-            failures |= self.late_failures(silent)
-            failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
-        return failures
-
-    def late_failures(self, silent: set[int]) -> dict[int, Failure | None]:
-        """Failures of other ranks within `GRACE_SECONDS`. Ranks that reply are removed from ``silent``."""
-        failures: dict[int, Failure | None] = {}
-        deadline = time.monotonic() + GRACE_SECONDS
-        while silent and (left := deadline - time.monotonic()) > 0:
-            for rank, (ok, result) in self.replies(silent, left).items():
-                silent.remove(rank)
-                if not ok:
-                    failures[rank] = result
-        return failures
+        return self.checkpoint_seconds if uses_files else self.limit.seconds
 
     def fail(self, name: str, failures: Mapping[int, Failure | None]) -> None:
         """Raise the one error of a failed command. A failure of None stands for a rank that died."""
@@ -261,10 +234,12 @@ class WorkerPool:
 
     def close(self, patience_seconds: float = EXIT_SECONDS) -> None:
         """End all workers; kill those that still run after ``patience_seconds``. May be called again."""
-        if self.failed is None:
-            self.failed = "closed."
-        self._finalizer.detach()
-        stop(self.processes, self.channels, patience_seconds)
+        with self.lock:
+            if self.failed is None:
+                self.failed = "closed."
+            self._finalizer.detach()
+            stop(self.processes, self.channels, patience_seconds)
+            self.store = None  # closes its port and ends its thread
 
 
 def pickled_spec(spec: RankSpec) -> bytes:
@@ -289,7 +264,10 @@ def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageE
 
 
 def stop(processes: list[Process], channels: list[WorkerChannel], patience_seconds: float) -> None:
-    """Close the channels, wait for the workers to end, kill the rest."""
+    """Tell the workers to leave, wait for them to end, kill the rest."""
+    for process, channel in zip(processes, channels):
+        if patience_seconds and process.owner == os.getpid():
+            channel.tell(LEAVE)
     for channel in channels:
         channel.close()
     deadline = time.monotonic() + patience_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure, publish_uncaught
+from autopar.runtime.launch.interrupt import deferred_interrupt
 from autopar.runtime.launch.model_groups import DEFAULT_GROUP, DROPPED, close_dropped
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.random_state import RandomState
@@ -41,6 +43,7 @@ class InProcessBackend:
 
     def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self.failed: str | None = None
+        self.lock = threading.RLock()  # held during a command and while a result is read
         self.call_seconds = 0.0  # duration of the last call
         self.numbers: Sequence[int] = (0,)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -50,13 +53,14 @@ class InProcessBackend:
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on the rank."""
-        with running_command(self, name), self.random.active():
+        with running_command(self, name, command_named(name).reads_only), self.random.active():
             result = carry_out(self.rank, name, arguments[0])
-        return {0: read_under(result, lambda: running_command(self, name))}
+        return {0: read_under(result, lambda: running_command(self, name, reads_only=True))}
 
     def close(self) -> None:
-        self.failed = self.failed or "close() was called."
-        self.rank.close()
+        with self.lock:
+            self.failed = self.failed or "close() was called."
+            self.rank.close()
 
 
 class SpmdBackend:
@@ -79,6 +83,7 @@ class SpmdBackend:
                 another backend.
         """
         self.failed: str | None = None
+        self.lock = threading.RLock()  # held during a command, while a result is read, and in waits for other ranks
         self.closed = False
         self.call_seconds = 0.0  # duration of the last call
         self.unread = 0  # number of steps that are launched on a GPU and whose numbers are not read yet
@@ -211,7 +216,7 @@ class SpmdBackend:
     def report_failures(self, what: str) -> Iterator[None]:
         """Context for waits for other ranks. Their failure ends the wait; this rank's failure is published to them."""
         try:
-            with self.watched(what):
+            with self.lock, self.watched(what):
                 yield
         except BaseException:
             atexit.register(exit_after_failure, weakref.ref(self.rank))
@@ -220,32 +225,33 @@ class SpmdBackend:
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on this rank. Returns all ranks' results; for replicated commands only this rank's."""
         number = self.rank.spec.rank
-        with running_command(self, name), self.report_failures(name):
+        command = command_named(name)
+        with running_command(self, name, command.reads_only), self.report_failures(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
-            command = command_named(name)
             if not command.replicated:
                 return dict(enumerate(self.all_of(result, self.rank.checkpoint_group if command.uses_files else None)))
-        result = read_under(result, lambda: self.reading(name))
-        self.unread += isinstance(result, RankStepResult) and not isinstance(result.numbers, StepNumbers)
+            result = read_under(result, lambda: self.reading(name))
+            self.unread += isinstance(result, RankStepResult) and not isinstance(result.numbers, StepNumbers)
         return {number: result}
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
         """Context for the wait for a step's numbers."""
-        with running_command(self, name), self.report_failures(name):
+        with running_command(self, name, reads_only=True), self.report_failures(name):
             yield
-        self.unread -= 1
+            self.unread -= 1
 
     def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self.failed = self.failed or "close() was called."
-        self.when_dropped.detach()
-        # A communicator may wait for a rank that is gone.
-        with self.watched("close"):
-            self.opened.close()
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.failed = self.failed or "close() was called."
+            self.when_dropped.detach()
+            # A communicator may wait for a rank that is gone.
+            with self.watched("close"):
+                self.opened.close()
 
 
 def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:
@@ -260,24 +266,26 @@ def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:
 
 
 @contextmanager
-def running_command(ranks: InProcessBackend | SpmdBackend, command: str) -> Iterator[None]:
+def running_command(ranks: InProcessBackend | SpmdBackend, command: str, reads_only: bool) -> Iterator[None]:
     """Context that times a command, under the run's settings of torch.
 
     After a command that raised, the ranks accept no further command. The failed command may have left some
-    microbatches' gradients, half of an update, or an advanced random state.
+    microbatches' gradients, half of an update, or an advanced random state. A first Ctrl-C waits for the end of a
+    command that only reads. Several threads may run commands; each waits for the end of another's.
 
     Raises:
         UsageError: an earlier command has raised, or the ranks are closed.
     """
-    check_open(ranks)
-    start = time.perf_counter()
-    try:
-        with settings_active(ranks.rank.spec):
-            yield
-    except BaseException as error:
-        ranks.failed = f"{type(error).__name__} during {command}."
-        raise
-    ranks.call_seconds = time.perf_counter() - start
+    with ranks.lock, deferred_interrupt(command) if reads_only else nullcontext():
+        check_open(ranks)
+        start = time.perf_counter()
+        try:
+            with settings_active(ranks.rank.spec):
+                yield
+        except BaseException as error:
+            ranks.failed = f"{type(error).__name__} during {command}."
+            raise
+        ranks.call_seconds = time.perf_counter() - start
 
 
 def settings_active(spec: RankSpec) -> AbstractContextManager[None]:

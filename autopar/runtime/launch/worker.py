@@ -1,4 +1,4 @@
-"""Worker process, a fork of the fork server: runs one rank's commands until its connection closes."""
+"""Worker process, a fork of the fork server: runs one rank's commands until its caller closes the pool or is gone."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from autopar.runtime.commands import run_command
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
+from autopar.runtime.memory.cuda_allocator import let_segments_grow
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
@@ -34,6 +35,9 @@ from autopar.runtime.spec import LazyMetrics, RankSpec, RankStepResult, StepNumb
 
 START_SECONDS = 300.0  # time for all workers to import their modules
 WHERE = "where"  # message that asks a worker for its current position
+LEAVE = "leave"  # message that ends a worker: its connection may stay open in forks of the caller
+CHECK_SECONDS = 1.0  # between checks that the parent process lives, for the same reason
+FLUSH_SECONDS = 1.0  # time for the last output; whoever reads it may be gone, or not be reading
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,35 @@ class Failure:
     user_error: AutoparError | None = None
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is that has not replied yet.
+
+    Args:
+        action: as text; empty outside of steps.
+        doing: continues "it is still".
+        waits: whether it waits for another rank or for its GPU.
+        stack: of the main thread.
+    """
+
+    rank: int
+    action: str
+    doing: str
+    waits: bool
+    stack: str
+
+    @property
+    def text(self) -> str:
+        return self.doing + (f", in action {self.action}" if self.action else "")
+
+    @property
+    def failure(self) -> Failure:
+        """The position as the reason why a command has failed."""
+        return Failure(self.rank, self.action, f"no reply, it is still {self.doing}", self.stack, self.waits)
+
+
 def main(number: int, connection: int, to_worker: int, to_caller: int) -> None:
-    """Run rank ``number`` until the caller closes the connection or is gone.
+    """Run rank ``number`` until the caller says `LEAVE`, closes the connection or is gone.
 
     Args:
         connection: open file of the connection.
@@ -82,7 +113,12 @@ class Worker:
         self.number, self.channel = number, channel
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.sending = threading.Lock()
+        self.parent = os.getppid()  # the fork server, which ends with the caller, or the caller
+        self.start: Start | None = None
+        self.spec: RankSpec | None = None
+        self.tensors: dict[str, torch.Tensor] = {}  # weights, until the rank takes them
         self.rank: Rank | None = None
+        self.reads = False  # whether the main thread waits for a step on the GPU
         self.begun: dict[int, StepNumbers | LazyMetrics] = {}  # of launched steps, not read by the caller yet
 
     def run(self) -> None:
@@ -114,17 +150,32 @@ class Worker:
             return False, failure(self.number, self.rank, out_of_memory(self.rank, called, lack))
 
     def result(self, name: str, arguments: tuple) -> Any:
-        """Result of a command: a method of the rank, or one of three commands of this class.
+        """Result of a command: a method of the rank, or one of five commands of this class.
 
-        "start" builds the rank. "begin" launches a step, given its number, command and arguments; it returns once the
-        step no longer reads borrowed tensors. "read" waits for that step and returns its numbers.
+        "start" joins the process group, "weights" takes the rank's weights and "connect" builds the rank. "begin"
+        launches a step, given its number, command and arguments; it returns once the step no longer reads borrowed
+        tensors. "read" waits for that step and returns its numbers.
         """
         if name == "start":
-            self.rank = join(self.number, *arguments)
+            self.start = arguments[0]
+            self.spec = join(self.number, arguments[0])
             return None
-        assert self.rank is not None, "the first command is start"
+        assert self.start is not None and self.spec is not None, "the first command is start"
+        if name == "weights":
+            self.tensors = {key: tensor.to(self.spec.device) for key, tensor in arguments[0].items()}
+            return None
+        if name == "connect":
+            tensors, self.tensors = self.tensors, {}
+            # The end of the process closes everything.
+            self.rank = connect_rank(self.spec, tensors, self.start.timeout_seconds, ExitStack())
+            restart_peak()
+            return None
+        assert self.rank is not None, "connect comes before all commands of the rank"
         if name == "read":
-            return resolve(self.begun.pop(*arguments))
+            self.reads = True
+            numbers = resolve(self.begun.pop(*arguments))
+            self.reads = False
+            return numbers
         with self.rank.active():
             if name == "begin":
                 step, command, step_arguments = arguments
@@ -137,6 +188,9 @@ class Worker:
         """Queue commands as they arrive. End the process immediately once the caller is gone, even during a command."""
         while True:
             try:
+                while not self.channel.connection.poll(CHECK_SECONDS):
+                    if os.getppid() != self.parent:
+                        exit_now()
                 encoded = self.channel.receive()
             except (EOFError, OSError):
                 exit_now()
@@ -145,38 +199,48 @@ class Worker:
             except Exception as error:
                 self.reply((False, failure(self.number, self.rank, error)))
                 continue
-            if message == WHERE:
+            if message == LEAVE:
+                exit_now()
+            elif message == WHERE:
                 self.reply((False, self.position(main_thread)))
             else:
                 self.commands.put(message)
 
-    def position(self, main_thread: int) -> Failure:
-        """Current position of this rank, as the reason why it has not replied."""
+    def position(self, main_thread: int) -> Position:
+        """Current position of this rank."""
         step = self.rank.current_step if self.rank is not None else None
-        waiting = step is not None and step.current_action is not None and not step.computing
-        return Failure(
-            self.number,
-            action_of(self.rank),
-            f"no reply, it is still {'waiting for its inputs' if waiting else 'computing'}",
-            "".join(traceback.format_stack(sys._current_frames()[main_thread])),
-            secondary=waiting,
-        )
+        waits = step is not None and step.current_action is not None and not step.computing
+        doing = "waiting for its inputs" if waits else "waiting for its GPU" if self.reads else "computing"
+        stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+        return Position(self.number, action_of(self.rank), doing, waits or self.reads, stack)
 
 
 def exit_now() -> NoReturn:
-    """End the process immediately, because the caller is gone."""
-    sys.stdout.flush()
-    os._exit(0)
+    """End the process immediately, whatever becomes of its last output."""
+    try:
+        # Another thread: a full pipe, or the lock of a thread that waits for one, would hold up this one.
+        flushing = threading.Thread(target=flush_output, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_SECONDS)
+    finally:
+        os._exit(0)
 
 
-def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
-    """Join the process group and build this rank with its weights, by name."""
+def flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader is gone, or user code has closed it
+            stream.flush()
+
+
+def join(number: int, start: Start) -> RankSpec:
+    """Join the process group; returns the spec of this rank."""
     torch.set_num_threads(start.num_threads)
     spec: RankSpec = pickle.loads(start.spec)
     spec.settings.apply()
     device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        let_segments_grow()  # before the weights arrive
     world = spec.mesh.devices
     store = dist.TCPStore(start.store_host, start.store_port, world, is_master=False)
     # Processes start seconds apart; the step's timeout may be shorter.
@@ -184,9 +248,7 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     store.wait([f"started/{rank}" for rank in range(world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, world, device, start.timeout_seconds, store)
     torch.manual_seed(spec.rank_seed)
-    rank = connect_rank(spec, tensors, start.timeout_seconds, ExitStack())  # the end of the process closes everything
-    restart_peak()
-    return rank
+    return spec
 
 
 def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
