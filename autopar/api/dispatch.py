@@ -12,11 +12,12 @@ from zlib import crc32
 
 import torch
 
-from autopar.api.batch import Outputs, check_divisible, check_real, join_outputs, replica_sizes, split_targets
+from autopar.api.batch import check_divisible, check_real, replica_sizes, split_targets
 from autopar.api.batch_agreement import check_batch_sizes, check_same_samples, fingerprint
+from autopar.api.outputs import Outputs, join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
-from autopar.ir.graph import Mode, Ref
+from autopar.ir.graph import Graph, Mode, Ref
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.program import input_names
@@ -300,14 +301,19 @@ class Dispatcher:
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
         specializations = [s for s, _ in self.programs.microbatches(request.mode, call, parts)]
         # Before anything runs: outputs that cannot be joined are an error that must leave no gradients.
-        graphs = [s.graph for s in specializations]
-        outputs = join_outputs(graphs, specializations[-1].batched) if request.keep_outputs else None
+        outputs = self.outputs(request, [s.graph for s in specializations]) if request.keep_outputs else None
         self.send_programs(specializations)
         for own in sizes:
             self.check_schedule(request.schedule, specializations, len(own))
         remaining = iter(specializations)
         by_replica = tuple(tuple(islice(remaining, len(replica))) for replica in sizes)
         return BatchPartition(tuple(map(tuple, sizes)), by_replica, outputs)
+
+    def outputs(self, request: BatchRequest, parts: Sequence[Graph]) -> Outputs:
+        """How the outputs of microbatches with these graphs are joined; raises as `join_outputs`."""
+        if len(parts) == 1:
+            return single_output(parts[0])
+        return join_outputs(self.programs.whole_graph(request.mode, request.call), parts)
 
     def microbatches(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
