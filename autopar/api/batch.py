@@ -1,27 +1,19 @@
-"""A user's batch: checked against the trace, cut into replicas and microbatches, and its outputs joined again.
-
-Outputs are joined by data flow in the graph. An output that depends on a batched input and grows with it is
-concatenated, a number is averaged over the samples, and an output that depends on no batched input is taken once.
-Anything else is an error, raised before anything runs.
-"""
+"""A user's batch: checked against the trace, and cut into replicas and microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from autopar.errors import UsageError
-from autopar.ir.graph import Graph, Ref, Value, dtype_name, refs
+from autopar.ir.graph import Graph, Ref, dtype_name
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import Spec, flatten, unflatten
 from autopar.ir.units import of_type
 from autopar.trace.call import Call, split_leaves
-
-Join = Literal["concatenate", "mean", "first"]
 
 
 def check_call(call: Call, graph: Graph, model_name: str) -> None:
@@ -123,80 +115,3 @@ def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
     """Targets of each microbatch; `check_targets` has passed."""
     leaves, spec = flatten(targets)
     return [unflatten(part, spec) for part in split_leaves(leaves, batch, sizes)]
-
-
-def batched_outputs(graph: Graph) -> tuple[bool, ...]:
-    """Whether each of a graph's flattened outputs depends on a batched input, whose first size is the batch."""
-    batch_dependent = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
-    for op in graph.ops:
-        if batch_dependent.isdisjoint(op.reads):
-            continue
-        batch_dependent.update(op.mutates, (v.name for v in op.outputs))
-        if not op.outputs:  # updates its arguments in place, and with them every value that shares their memory
-            sharing = {name for names in graph.colocated if op.name in names for name in names}
-            batch_dependent.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
-    return tuple(isinstance(output, Ref) and output.name in batch_dependent for output in graph.outputs)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Recipe that joins the flattened outputs of microbatches to the model's output for the batch."""
-
-    sizes: tuple[int, ...]
-    joins: tuple[Join, ...]
-    spec: Spec
-
-    def join(self, parts: Sequence[Sequence[Any]]) -> Any:
-        """The model's output for the batch.
-
-        Args:
-            parts: flattened outputs of each microbatch.
-        """
-        joined = []
-        for how, column in zip(self.joins, zip(*parts, strict=True), strict=True):
-            if how == "concatenate":
-                joined.append(torch.cat(column))
-            elif how == "mean":
-                batch = sum(self.sizes)
-                joined.append(sum(leaf * (size / batch) for leaf, size in zip(column, self.sizes, strict=True)))
-            else:
-                joined.append(column[0])
-        return unflatten(joined, self.spec)
-
-
-def join_outputs(graphs: Sequence[Graph], batched: Sequence[bool]) -> Outputs:
-    """How to join the outputs of microbatches with these graphs.
-
-    A tensor that grows with the batch is concatenated. A number per microbatch, such as an auxiliary loss, becomes the
-    mean over the samples. An output that does not depend on the batch is taken from the first microbatch.
-
-    Args:
-        graphs: the graph of each microbatch.
-        batched: `batched_outputs` of one of the graphs.
-
-    Raises:
-        UsageError: an output depends on the batch and is neither of the first two.
-    """
-    sizes = tuple(graph.batch for graph in graphs)
-    joins: list[Join] = ["first"] * len(batched)
-    for i, depends in enumerate(batched):
-        if depends and len(graphs) > 1:
-            joins[i] = output_join(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
-    return Outputs(sizes, tuple(joins), graphs[-1].out_spec)
-
-
-def output_join(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
-    """How to join one output that depends on the batch; raises as `join_outputs`."""
-    value = values[0]
-    if not value.shape and getattr(torch, value.dtype).is_floating_point:
-        return "mean"
-    if value.shape and value.shape[0] % sizes[0] == 0:
-        ratio = value.shape[0] // sizes[0]
-        if all(v.shape[0] == ratio * size for v, size in zip(values, sizes, strict=True)):
-            return "concatenate"
-    shapes = " and ".join(dict.fromkeys(f"{v.dtype}{list(v.shape)}" for v in values))
-    raise UsageError(
-        f"Output {number} of the model is {shapes} for microbatches of {list(dict.fromkeys(sizes))} samples: it "
-        "depends on the batch, but its first dim is no multiple of the samples, so the outputs of "
-        f"{len(sizes)} microbatches cannot be joined. Return one row per sample, or plan with microbatches=1 and dp=1."
-    )

@@ -11,19 +11,12 @@ from typing import Any
 
 import torch
 
-from autopar.api.batch import (
-    Outputs,
-    check_divisible,
-    check_real,
-    check_targets,
-    join_outputs,
-    replica_sizes,
-    split_targets,
-)
+from autopar.api.batch import check_divisible, check_real, check_targets, replica_sizes, split_targets
 from autopar.api.batch_agreement import BatchAgreement, checksum
+from autopar.api.outputs import Outputs, join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
-from autopar.ir.graph import Mode, Ref
+from autopar.ir.graph import Graph, Mode, Ref
 from autopar.ir.mesh import Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.program import input_names
@@ -258,8 +251,7 @@ class Dispatcher:
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
         specializations = [s for s, _ in self.programs.microbatches(request.mode, call, parts)]
         # Before anything runs: outputs that cannot be joined are an error that must leave no gradients.
-        graphs = [s.graph for s in specializations]
-        outputs = join_outputs(graphs, specializations[-1].batched) if request.keep_outputs else None
+        outputs = self.outputs(request, [s.graph for s in specializations]) if request.keep_outputs else None
         for own in sizes:
             self.check_schedule(request.schedule, specializations, len(own))
         remaining = iter(specializations)
@@ -291,6 +283,12 @@ class Dispatcher:
             check_real(read, "input", rank)
             if place.stage == self.mesh.pp - 1:
                 check_real(targets, "target", rank)
+
+    def outputs(self, request: BatchRequest, parts: Sequence[Graph]) -> Outputs:
+        """How the outputs of microbatches with these graphs are joined; raises as `join_outputs`."""
+        if len(parts) == 1:
+            return single_output(parts[0])
+        return join_outputs(self.programs.whole_graph(request.mode, request.call), parts)
 
     def microbatches(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]

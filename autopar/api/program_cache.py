@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.batch import batched_outputs, check_call
+from autopar.api.batch import check_call
 from autopar.api.plan_check import check_strategies, weight_layouts
 from autopar.api.recompute import with_recompute_segments
 from autopar.codegen.split import follow_plan, split, weight_stages
@@ -33,13 +33,11 @@ class Specialization:
     Args:
         number: index by which ranks know it.
         graph: graph of unsharded tensors.
-        batched: whether each output depends on the batch.
         programs: the program of each stage, which every rank of the stage runs on its shards.
     """
 
     number: int
     graph: Graph
-    batched: tuple[bool, ...]
     programs: tuple[Program, ...]
 
 
@@ -107,7 +105,7 @@ class ProgramCache:
             set_modes(now)
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
-        specialization = Specialization(len(self.specializations), graph, batched_outputs(graph), programs)
+        specialization = Specialization(len(self.specializations), graph, programs)
         self.specializations[mode, input_signature(microbatch.leaves)] = specialization
         return specialization
 
@@ -121,14 +119,7 @@ class ProgramCache:
         if found is not None:
             return found
         check_call(microbatch, self.example, self.plan.model.name)
-        try:
-            graph = self.trace(microbatch, mode)
-        except TraceError as error:
-            raise UsageError(
-                f"{self.plan.model.name} does not take inputs of shape {shapes_text(microbatch.leaves)} (one "
-                f"microbatch); it was planned for {shapes_text(self.example.inputs)}. "
-                f"{str(error).removesuffix(ADVICE).rstrip()}"
-            ) from error
+        graph = self.trace_new_shape(microbatch, mode, "one microbatch")
         programs = self.split(graph, follow_plan(graph, self.train_stage_of, self.holders))
         for program in programs:
             missing = [
@@ -140,6 +131,31 @@ class ProgramCache:
                     f"{program.stage} would need {', '.join(missing[:3])}. Plan again with such example_inputs."
                 )
         return self.add(mode, microbatch, graph, programs)
+
+    def whole_graph(self, mode: Mode, call: Call) -> Graph:
+        """The graph of a whole batch, which never runs: it shows what the model returns for the batch.
+
+        Raises:
+            UsageError: the model does not take this batch in one call.
+        """
+        found = self.specializations.get((mode, input_signature(call.leaves)))
+        if found is not None:
+            return found.graph
+        return self.trace_new_shape(call, mode, "the whole batch, of which the outputs of microbatches must be parts")
+
+    def trace_new_shape(self, call: Call, mode: Mode, what: str) -> Graph:
+        """The model's graph at inputs of another shape; ``what`` says what they are.
+
+        Raises:
+            UsageError: the model does not take this shape.
+        """
+        try:
+            return self.trace(call, mode)
+        except TraceError as error:
+            raise UsageError(
+                f"{self.plan.model.name} does not take inputs of shape {shapes_text(call.leaves)} ({what}); it was "
+                f"planned for {shapes_text(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
+            ) from error
 
     def microbatches(
         self, mode: Mode, call: Call, parts: Sequence[list[Any]]

@@ -32,3 +32,12 @@ def unflatten(values: list[Any], spec: Spec) -> Any:
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """The structure with ``function`` applied to each leaf."""
     return _pytree.tree_map(function, tree)
+
+
+def path_text(spec: Spec, number: int) -> str:
+    """Path of a leaf as Python writes it, ``["loss"]``; the leaf's number where a class does not name its parts."""
+    try:
+        paths, _ = _pytree.tree_flatten_with_path(unflatten(list(range(spec.num_leaves)), spec))
+    except Exception:  # the user's class is built of numbers here, which it may refuse in any way
+        return str(number)
+    return _pytree.keystr(paths[number][0]) or str(number)

@@ -37,6 +37,11 @@ def named_arguments(op: Op) -> dict[str, Any]:
     return arguments | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in arguments}
 
 
+def returns_view(op: Op) -> bool:
+    """Whether the result of an operation may share memory with its first argument."""
+    return any(result.alias_info is not None for result in operator(op.target)._schema.returns)
+
+
 # -- without data ---------------------------------------------------------------------------------------------------
 
 

@@ -133,18 +133,18 @@ class SharedModule(nn.Module):
 
 
 class ManyOutputs(nn.Module):
-    """Two rows per sample, a table that ignores the input, an auxiliary loss, a number; pooled: a mean over samples."""
+    """Two rows per sample, a table that ignores the input, an auxiliary loss, a number; largest: a maximum over them."""
 
-    def __init__(self, pooled: bool = False) -> None:
+    def __init__(self, largest: bool = False) -> None:
         super().__init__()
         self.first, self.second, self.table = nn.Linear(8, 10), nn.Linear(10, 8), nn.Linear(3, 4)
-        self.pooled = pooled
+        self.largest = largest
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         h = torch.relu(self.first(x))
         rows = self.second(h).reshape(-1, 4)
         outputs = {"rows": rows, "table": self.table.weight * 2, "penalty": h.square().mean(), "number": 3}
-        return outputs | ({"pooled": h.mean(0)} if self.pooled else {})
+        return outputs | ({"largest": h.amax(0)} if self.largest else {})
 
 
 class TwoHeads(nn.Module):

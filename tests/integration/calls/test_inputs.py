@@ -17,8 +17,6 @@ from torch import nn
 
 import autopar
 from autopar import NonFiniteLossWarning, ParallelModel, PlanError, UsageError, WorkerError
-from autopar.api.batch import batched_outputs
-from autopar.trace.trace import trace
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -146,31 +144,18 @@ def test_outputs_of_microbatches_are_joined_as_the_model_would(batch: int) -> No
 
 
 def test_an_output_that_cannot_be_joined_is_refused_before_anything_runs() -> None:
-    model, x = ManyOutputs(pooled=True), torch.randn(8, 8)
+    model, x = ManyOutputs(largest=True), torch.randn(8, 8)
     with in_threads(model, plan_by_hand(model, x, 2, ["second.linear"]), x, of_rows) as pm:
         assert pm.forward_backward(x, x).loss > 0
         pm.zero_grad()
         with pytest.raises(
-            UsageError, match=r"Output 4 of the model is float32\[10\] for microbatches of \[4\] samples"
+            UsageError,
+            match=r"Output \['largest'\] of ManyOutputs is float32\[10\] for the batch of 8 and float32\[10\]",
         ):
             pm.forward_backward(x, x, return_outputs=True)
         assert pm.gradients() == {}
     with in_threads(model, plan_by_hand(model, x, 1, ["second.linear"]), x, of_rows) as pm:
         torch.testing.assert_close(pm(x), model(x))
-
-
-class Filled(nn.Module):
-    """Tensors that depend on the batch through updates in place only, beside ones that do not at all."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        filled, left = torch.zeros(len(x), 3), torch.zeros(len(x), 3)
-        filled[:, 1:] += x[:, :2]
-        left[:, 1:] += 1.0
-        return filled, left, filled[0], x
-
-
-def test_updates_in_place_carry_the_batch() -> None:
-    assert batched_outputs(trace(Filled(), (torch.randn(5, 8),))) == (True, False, True, True)
 
 
 # -- loss functions --------------------------------------------------------------------------------------------------

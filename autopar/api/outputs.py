@@ -1,0 +1,114 @@
+"""Outputs of a batch, joined from those of its microbatches.
+
+The graphs of the batch and of its microbatches show how (`autopar.sharding.batch_join`): samples are concatenated in
+the dim in which they lie, sums over samples are added, means are weighted by samples, and what does not depend on the
+batch is taken once. Anything else is an error, raised before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.pytree import Spec, path_text, unflatten
+from autopar.ir.units import plural
+from autopar.sharding.batch_join import Join, joins
+
+REMEDY = "Return one row per sample, or plan with microbatches=1 and dp=1."
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Recipe that joins the flattened outputs of microbatches to the model's output for the batch.
+
+    Args:
+        sizes: samples of each microbatch.
+        leaves: for each output how it is joined, or its value if it is no tensor.
+    """
+
+    sizes: tuple[int, ...]
+    leaves: tuple[Any, ...]
+    spec: Spec
+
+    def join(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """The model's output for the batch.
+
+        Args:
+            parts: flattened outputs of each microbatch.
+        """
+        columns = zip(self.leaves, zip(*parts, strict=True), strict=True)
+        joined = [self.joined(leaf, column) if isinstance(leaf, Join) else leaf for leaf, column in columns]
+        return unflatten(joined, self.spec)
+
+    def joined(self, how: Join, column: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """One output, joined from those of the microbatches."""
+        if how.kind == "concatenate":
+            dim, outer = how.split.dim, how.split.outer
+            if outer == 1:
+                return torch.cat(column, dim)
+            digits = [leaf.unflatten(dim, (outer, leaf.shape[dim] // outer)) for leaf in column]
+            return torch.cat(digits, dim + 1).flatten(dim, dim + 1)
+        if how.kind == "mean":
+            batch = sum(self.sizes)
+            column = tuple(leaf * (size / batch) for leaf, size in zip(column, self.sizes, strict=True))
+        return column[0] if how.kind == "same" else torch.stack(column).sum(0, dtype=column[0].dtype)
+
+
+def single_output(graph: Graph) -> Outputs:
+    """The outputs of a batch that runs as one microbatch: those of the microbatch."""
+    leaves = (Join("same") if isinstance(output, Ref) else output for output in graph.outputs)
+    return Outputs((graph.batch,), tuple(leaves), graph.out_spec)
+
+
+def join_outputs(whole: Graph, parts: Sequence[Graph]) -> Outputs:
+    """How to join the outputs of microbatches.
+
+    Args:
+        whole: graph of the batch.
+        parts: the graph of each microbatch.
+
+    Raises:
+        UsageError: an output for the batch does not follow from those for the microbatches.
+    """
+    distinct = {part.batch: part for part in parts}.values()
+    followed = [(part, joins(whole, part)) for part in distinct]
+    for part in distinct:
+        if part.out_spec != whole.out_spec:
+            raise UsageError(
+                f"The outputs of {len(parts)} microbatches of {whole.model} cannot be joined: it returns "
+                f"{plural(len(whole.outputs), 'value')} for the batch of {whole.batch} and "
+                f"{plural(len(part.outputs), 'value')} for a microbatch of {part.batch}. {REMEDY}"
+            )
+    leaves = []
+    for number, output in enumerate(whole.outputs):
+        if not isinstance(output, Ref):
+            leaves.append(output)  # what the model returns for the batch, a number from its shape included
+            continue
+        first = followed[0][1][output.name]
+        for part, joined in followed:
+            fits = joined[output.name] == first and part.outputs[number] == output
+            if not fits or first.kind in ("index", "unknown"):
+                raise UsageError(refusal(whole, part, number, joined[output.name], len(parts)))
+        leaves.append(first)
+    return Outputs(tuple(part.batch for part in parts), tuple(leaves), whole.out_spec)
+
+
+def refusal(whole: Graph, part: Graph, number: int, join: Join, count: int) -> str:
+    """The error message for an output that cannot be joined."""
+
+    def text(graph: Graph) -> str:
+        output = graph.outputs[number]
+        value = graph.readable[output.name] if isinstance(output, Ref) else None
+        return f"{value.dtype}{list(value.shape)}" if value else repr(output)
+
+    reason = f", since autopar cannot follow the samples through {join.op}" if join.op else ""
+    return (
+        f"Output {path_text(whole.out_spec, number)} of {whole.model} is {text(whole)} for the batch of {whole.batch} "
+        f"and {text(part)} for a microbatch of {part.batch}. The outputs of {count} microbatches cannot be joined"
+        f"{reason}. {REMEDY}"
+    )

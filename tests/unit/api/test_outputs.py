@@ -1,0 +1,199 @@
+"""Outputs of microbatches, joined: what the model returns for the batch, or an error."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.effort import examples, only
+from torch import Tensor, nn
+
+from autopar import UsageError
+from autopar.api.outputs import join_outputs
+from autopar.ir.microbatches import microbatch_sizes
+from autopar.ir.pytree import leaves
+from autopar.trace.trace import trace
+
+
+class Head(nn.Module):
+    """A linear layer, and what a function makes of its output."""
+
+    def __init__(self, function: Callable[[Head, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+        self.lstm, self.gru = nn.LSTM(6, 5, 2), nn.GRU(6, 5, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.linear(x))
+
+
+@dataclass
+class Named:
+    first: Tensor
+    second: Any
+
+
+torch.export.register_dataclass(Named, serialized_type_name="autopar.tests.Named")
+Pair = namedtuple("Pair", "left right")
+
+
+def joined_or_refused(model: nn.Module, x: Tensor, microbatches: int) -> tuple[Any, Any] | str:
+    """The model's output for a batch and the output joined from those of its microbatches; the error if refused."""
+    parts = x.split(microbatch_sizes(len(x), microbatches))
+    graphs = {len(part): trace(model, (part,), mode="eval") for part in parts}
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        try:
+            outputs = join_outputs(trace(model, (x,), mode="eval"), [graphs[len(part)] for part in parts])
+        except UsageError as error:
+            return str(error)
+        return expected, outputs.join([leaves(model(part)) for part in parts])
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Equal structure, values and dtypes; sums over samples may be rounded in another order."""
+    assert type(actual) is type(expected)
+    for one, other in zip(leaves(actual), leaves(expected), strict=True):
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        else:
+            assert one == other and type(one) is type(other)
+
+
+def filled(head: Head, h: Tensor) -> Any:
+    rows, ones, constant = torch.zeros(len(h), 3), torch.zeros(len(h), 3), torch.zeros(3)
+    rows[:, 1:] += h[:, 0, :2]
+    ones[:, 1:] += 1.0
+    constant[1:] += 1.0
+    return rows, ones, constant
+
+
+def grouped(head: Head, h: Tensor) -> Tensor:
+    """A convolution whose groups are the samples."""
+    kernel = h[:, :2, :, None].reshape(-1, 6, 1) + h.new_ones(len(h) * 2, 6, 1)
+    return F.conv1d(h.transpose(1, 2).reshape(1, -1, 4), kernel, groups=len(h)).view(len(h), 2, 4)
+
+
+REDUCTIONS = ("none", "sum")
+T = 4  # x is [batch, T, 6]
+JOINED: dict[str, Callable[[Head, Tensor], Any]] = {
+    "time first": lambda m, h: h.transpose(0, 1),
+    "samples, then time": lambda m, h: h.flatten(0, 1),
+    "time, then samples": lambda m, h: h.transpose(0, 1).flatten(0, 1),
+    "back to samples": lambda m, h: h.transpose(0, 1).reshape(-1, 6).view(T, -1, 6).mean(0),
+    "lstm": lambda m, h: m.lstm(h.transpose(0, 1)),
+    "gru": lambda m, h: m.gru(h),
+    "two views": lambda m, h: torch.cat([h, h * 2]).relu(),
+    "two views in two": lambda m, h: torch.cat([h, h * 2]).chunk(2),
+    "new first dim": lambda m, h: torch.stack([h, -h]),
+    "class token": lambda m, h: torch.cat([m.linear.bias.expand(len(h), 1, 6), h], 1),
+    "repeated samples": lambda m, h: (h.repeat(3, 1, 1), h.repeat_interleave(3, 0)),
+    "zeros": lambda m, h: (h.new_zeros(2, len(h)), torch.full((len(h),), 3)),
+    "in place": filled,
+    "groups": grouped,
+    "chosen token": lambda m, h: h[torch.arange(len(h)), h[..., 0].argmax(1)],
+    "along other dims": lambda m, h: (h.softmax(1), h.sort(dim=2).values, h.topk(2, dim=1), torch.fft.fft(h).abs()),
+    "distances": lambda m, h: torch.cdist(h, m.linear.weight),
+    "mean": lambda m, h: h.mean(),
+    "pooled": lambda m, h: m.linear(h.mean((0, 1))) * 2 + 1,
+    "mean by hand": lambda m, h: h.sum((0, 1)) / (len(h) * T),
+    "sum": lambda m, h: (h.sum(), (h > 0).sum(), h.square().sum((0, 2), keepdim=True)),
+    "gram": lambda m, h: h.flatten(1).T @ h.flatten(1),
+    "penalties": lambda m, h: 0.1 * sum([h.mean(), 1 - h.square().mean(), m.linear.weight.square().mean()]),
+    "losses": lambda m, h: (F.mse_loss(h, -h), F.cross_entropy(h[:, 0], h[:, 1].softmax(1))),
+    "losses of classes": lambda m, h: [F.cross_entropy(h[:, 0], h[:, 1].argmax(1), reduction=r) for r in REDUCTIONS],
+    "weights": lambda m, h: (m.linear.weight, m.linear.bias * 2),
+    "numbers": lambda m, h: {"batch": len(h), "half": h.shape[0] // 2, "share": 1 / len(h), "text": "a", "none": None},
+    "structures": lambda m, h: Named(h, {"pair": Pair(h.mean(), [h, 3])}),
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[Head, Tensor], Any], str]] = {
+    "similarity": (lambda m, h: {"rows": h, "similar": h[:, 0] @ h[:, 0].T}, r"Output \['similar'\] of Head .* matmul"),
+    "maximum": (lambda m, h: h.max(), r"float32\[\] for the batch of 7 and float32\[\] for a microbatch of 2"),
+    "variance": (lambda m, h: h.var(0), "through var"),
+    "norm": (lambda m, h: h.norm(), "vector_norm"),
+    "product of means": (lambda m, h: h.mean(0) ** 2, "through pow"),
+    "ratio of sums": (lambda m, h: h.sum() / h.abs().sum(), "through div"),
+    "sum and a number": (lambda m, h: h.sum() + 1, "through add"),
+    "centred": (lambda m, h: h - h.mean(0), "through sub"),
+    "scaled by the batch": (lambda m, h: h * len(h), "through mul"),
+    "softmax of samples": (lambda m, h: h.softmax(0), "through softmax"),
+    "sorted samples": (lambda m, h: h.sort(dim=0).values, "through sort"),
+    "sorted by default": (lambda m, h: h[:, 0, 0].sort().values, "through sort"),
+    "reversed": (lambda m, h: h.flip(0), "through flip"),
+    "transformed": (lambda m, h: torch.fft.fftn(h).abs(), "through fft_fftn"),
+    "one sample": (lambda m, h: h[0], "through select"),
+    "window by the batch": (lambda m, h: h[:, 0, len(h) // 4 : len(h) // 4 + 2], "through slice"),
+    "indices": (lambda m, h: torch.arange(len(h)), r"Output 0 of Head is int64\[7\]"),
+    "number in a tensor": (lambda m, h: torch.tensor(len(h)), "a tensor in its code that depends on the batch"),
+    "rounded mean": (lambda m, h: h.mean().long(), "through to"),
+    "mean of classes": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1)), "through cross_entropy_loss"),
+    "other order": (lambda m, h: h[:, 0].reshape(6, len(h)), "through reshape"),
+    "a list of samples": (lambda m, h: list(h), "it returns 7 values for the batch of 7 and 2 values for a microbatch"),
+    "an updated sample": (lambda m, h: first_sample_zeroed(h), "Output 0 of Head"),
+}  # fmt: skip
+
+
+def first_sample_zeroed(h: Tensor) -> Tensor:
+    rows = torch.zeros_like(h) + h
+    rows[0] = 0.0
+    return rows
+
+
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(("batch", "microbatches"), only([(7, 4)], [(7, 4), (8, 2), (8, 8), (4, 2), (6, 4)]))
+def test_outputs_are_those_of_the_batch(name: str, batch: int, microbatches: int) -> None:
+    torch.manual_seed(0)
+    result = joined_or_refused(Head(JOINED[name]), torch.randn(batch, T, 6), microbatches)
+    assert not isinstance(result, str), result
+    assert_equal(result[1], result[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_outputs_that_do_not_follow_are_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    result = joined_or_refused(Head(function), torch.randn(7, T, 6), 4)
+    assert isinstance(result, str), "joined"
+    assert re.search(message, result), result
+    assert "Return one row per sample, or plan with microbatches=1 and dp=1." in result
+
+
+class Rearranged(nn.Module):
+    """Dims permuted and merged in several ways, one after the other; sizes may be written by the batch."""
+
+    def __init__(self, steps: list[tuple[list[int], int, bool]]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = len(x)
+        for order, first, by_batch in self.steps:
+            x = x.permute([dim for dim in order if dim < x.ndim])
+            if by_batch and prod(x.shape) % batch == 0:
+                x = x.reshape(-1, batch)
+            elif first:
+                x = x.reshape(first, -1) if prod(x.shape) % first == 0 else x.flatten()
+        return x
+
+
+STEP = st.tuples(st.permutations(range(3)), st.sampled_from([0, 2, 3, 4, 6]), st.booleans())
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(STEP, min_size=1, max_size=3), st.sampled_from([(4, 2), (6, 4), (6, 6), (3, 2)]))
+def test_any_order_of_the_samples_is_joined_or_refused(
+    steps: list[tuple[list[int], int, bool]], case: tuple[int, int]
+) -> None:
+    batch, microbatches = case
+    x = torch.arange(batch * 4 * 6).reshape(batch, 4, 6)
+    result = joined_or_refused(Rearranged(steps), x, microbatches)
+    assert isinstance(result, str) or torch.equal(result[0], result[1])
