@@ -181,7 +181,8 @@ def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: i
     environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     environment |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
+        "MASTER_ADDR": HOST, "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
     }  # fmt: skip
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -76,7 +76,8 @@ class ForkServer:
         # -P: modules come from the caller's path only, not from the current directory.
         command = [sys.executable, "-P", "-m", "autopar.runtime.launch"]
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{FORKS:d}", *modules]
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # a notebook does not show the stderr of processes
+        # Notebooks do not show the stderr of processes.
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         with theirs:
             self.process = subprocess.Popen(
                 [*command, *arguments],

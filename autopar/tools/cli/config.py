@@ -39,7 +39,9 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
                 f"--config {path}: there is no flag --{key}.{hint} Keys are the names of flags, see --help."
             )
         if name in WRITING:
-            raise UsageError(f"--config {path}: a file must not decide where to write. Give --{key} on the command line.")
+            raise UsageError(
+                f"--config {path}: a file must not decide where to write. Give --{key} on the command line."
+            )
         values[name] = written(path, key, value, several=flags[name])
     check_model(path, values)
     return values

@@ -181,7 +181,9 @@ def test_a_server_that_is_killed_takes_its_workers_along() -> None:
 
 def test_a_server_that_ends_before_it_forks_is_an_error() -> None:
     broken = ForkServer(worker_environment(1), ["no_such_module"])
-    with pytest.raises(WorkerError, match=r"the fork server has ended, exit code 1\.(?s:.*)No module named 'no_such_module'"):
+    with pytest.raises(
+        WorkerError, match=r"the fork server has ended, exit code 1\.(?s:.*)No module named 'no_such_module'"
+    ):
         broken.start(print, environment={})
     killed = ForkServer(worker_environment(1))
     killed.process.send_signal(signal.SIGSTOP)  # the request waits
