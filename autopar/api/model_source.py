@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,9 @@ from torch import nn
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.units import of_type
+
+LIBRARY_NAME = re.compile(r"(torchvision:)?[\w.-]+")
+READING = ("cache", "checkpoint", "pretrained", "weights")  # first words of arguments that load files or download
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,32 @@ class ModelSource:
             models = need("torchvision.models", f"Model {self.name!r}")
             if name not in models.list_models():
                 raise unknown_model(name, models.list_models(), "torchvision")
-            return lambda **kwargs: models.get_model(name, weights=None, **kwargs)
+            arguments = inspect.signature(models.get_model_builder(name)).parameters
+            backbone = {n: None for n in ("weights_backbone",) if n in arguments}  # by default it downloads weights
+            return lambda **kwargs: models.get_model(name, weights=None, **backbone | kwargs)
         return user_factory(self.name, library, name)
+
+
+def check_named_by_file(name: str, kwargs: Mapping[str, Any], instead: str) -> None:
+    """Check that a model which a file names can be built without running foreign code, reading files or downloading.
+
+    Args:
+        instead: how to name the model outside of the file, for messages.
+
+    Raises:
+        UsageError: it is neither a timm nor a torchvision name, or an argument loads weights.
+    """
+    if not LIBRARY_NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is neither a timm name nor torchvision:NAME. Building it would run code that a file chose. If "
+            f"you trust it, {instead}."
+        )
+    for argument in kwargs:
+        if argument.startswith(READING):
+            raise UsageError(
+                f"Argument {argument}={kwargs[argument]!r} of {name} would load what a file chose. If you want that, "
+                f"{instead}."
+            )
 
 
 def user_factory(full_name: str, module_name: str, name: str) -> Any:

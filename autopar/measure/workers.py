@@ -181,7 +181,8 @@ def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: i
     environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     environment |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "MASTER_ADDR": HOST, "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
         # As torchrun's: the store is served by the caller, so rank 0 opens none.
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
     } | loopback_variables(os.environ)  # fmt: skip
@@ -189,7 +190,8 @@ def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: i
         environment["OMP_NUM_THREADS"] = str(threads)
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "autopar.measure", entry, str(folder)],
+            # -P: modules come from the caller's path only, not from the current directory.
+            [sys.executable, "-P", "-m", "autopar.measure", entry, str(folder)],
             env=environment,
             stdin=subprocess.PIPE,  # closes with this process, however that ends
             stdout=log,

@@ -37,10 +37,12 @@ from autopar.train.run.folder import (
     make_folder,
     remove_run,
     run_in,
+    start_again,
 )
+from autopar.train.run.interrupt import exits_on_sigterm
 from autopar.train.run.reports import EpochReport, StepReport, TrainerView
-from autopar.train.run.state import SavedRun, read_run
-from autopar.train.run.weights import load_weights, save_weights
+from autopar.train.run.state import SavedRun, latest, read_run
+from autopar.train.run.weights import exported_updates, load_weights, save_weights
 from autopar.train.schedules import Schedule, schedule
 
 __all__ = [
@@ -76,9 +78,12 @@ __all__ = [
     "evaluate",
     "evaluate_alone",
     "evaluation_loader",
+    "exits_on_sigterm",
+    "exported_updates",
     "first",
     "is_rank_zero",
     "last_of",
+    "latest",
     "lies_in",
     "load_data",
     "load_weights",
@@ -90,6 +95,7 @@ __all__ = [
     "run_on_rank_zero",
     "save_weights",
     "schedule",
+    "start_again",
     "timm_average",
     "timm_optimizer",
     "training_loader",

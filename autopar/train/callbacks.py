@@ -50,7 +50,7 @@ class Callback(Protocol):
         """A checkpoint is complete."""
 
     def on_interrupt(self, trainer: TrainerView) -> None:
-        """Ctrl-C ends the training between two updates, at the trainer's position."""
+        """Ctrl-C or SIGTERM ends the training between two updates, at the trainer's position."""
 
     def on_end(self, trainer: TrainerView) -> None:
         """Training has ended, normally or by an exception."""
@@ -163,7 +163,7 @@ class TensorBoard(Callback):
 class Checkpoints(Callback):
     """Saves checkpoints ``last`` and ``best`` in a folder after each epoch.
 
-    ``last`` is also saved every ``every`` updates and on Ctrl-C; ``keep`` of its checkpoints are kept, as
+    ``last`` is also saved every ``every`` updates, on Ctrl-C and on SIGTERM; ``keep`` of its checkpoints are kept, as
     `ParallelModel.save_checkpoint` says. A run that resumes from another folder saves ``last`` when it starts, and
     copies ``best`` from there. ``best`` has the highest accuracy, of the averaged weights if there are any. A run that
     does not resume is refused in the folder of an earlier run (`autopar.train.remove_run`).

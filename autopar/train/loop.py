@@ -7,7 +7,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -21,11 +23,13 @@ from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import Batch, IterableLoader, Loader
+from autopar.train.data.loader import Batch, IgnoreSignals, IterableLoader, Loader
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
-from autopar.train.run.interrupt import Interrupt, TrainingInterrupted, deferred_interrupts
+from autopar.train.rank_zero import run_on_rank_zero
+from autopar.train.run.folder import start_again
+from autopar.train.run.interrupt import Interrupt, TrainingInterrupted, TrainingTerminated, deferred_interrupts
 from autopar.train.run.reports import EpochReport, EpochSums, RunPosition, StepReport
-from autopar.train.run.state import SavedRun, read_run
+from autopar.train.run.state import SavedRun, latest, read_run
 
 SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
@@ -115,8 +119,9 @@ class Trainer:
     def fit(self) -> list[EpochReport]:
         """Train from the current position to the last epoch and return the report of each epoch.
 
-        The first Ctrl-C takes effect between two updates, or two batches of an evaluation: `on_interrupt` hooks run,
-        `Checkpoints` saves, and KeyboardInterrupt is raised. The second Ctrl-C raises it immediately.
+        The first Ctrl-C or SIGTERM takes effect between two updates, or two batches of an evaluation: `on_interrupt`
+        hooks run, `Checkpoints` saves, and KeyboardInterrupt or SystemExit(143) is raised. The second one raises it
+        immediately. A handler of the caller's for one of the signals stays in place.
 
         Raises:
             TrainingError: a loss is not finite; names epoch and step. Checkpoints are unchanged.
@@ -134,11 +139,13 @@ class Trainer:
                 self.report_steps(all_of_them=True)
                 for callback in self.callbacks:
                     callback.on_interrupt(self)
+                if self.interrupt.terminated:
+                    raise TrainingTerminated from None
                 raise
         return self.history
 
     def stop_if_interrupted(self, wait: bool = False) -> None:
-        """Raise TrainingInterrupted on all ranks if any got Ctrl-C; one batch late, or immediately with ``wait``."""
+        """Raise TrainingInterrupted on all ranks if any got a signal; one batch late, or immediately with ``wait``."""
         asked = self.pm.any_rank if wait else self.pm.any_rank_so_far
         if asked(self.interrupt.requested):
             raise TrainingInterrupted
@@ -253,7 +260,7 @@ class Trainer:
             return plain, evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
 
     def test_batches(self, loader: Loader) -> Iterator[Batch]:
-        """All test batches; after Ctrl-C a resumed run starts this evaluation again."""
+        """All test batches; after an interrupt a resumed run starts this evaluation again."""
         for batch in loader.epoch(1):
             yield batch
             try:
@@ -282,6 +289,28 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_checkpoint(self, self.checkpoint)
 
+    def resume_or_start(self, folder: str | PathLike[str]) -> Path | None:
+        """Resume from the last checkpoint in a run's folder, or start if it has none: for scripts that are restarted.
+
+        Logs of a run that ended before its first checkpoint are removed, with a `ResumeWarning`. After a run that is
+        finished, `fit` returns immediately. Under torchrun rank 0 decides for all ranks.
+
+        Returns:
+            The checkpoint; None if training starts.
+
+        Raises:
+            CheckpointError: the last checkpoint is damaged; names others that are whole, and chooses none.
+            UsageError: as `resume`, or the folder has weights without a checkpoint.
+        """
+        instead = f'remove the run first with autopar.train.remove_run(Path("{folder}")).'
+        broadcast = self.pm.broadcast_from_rank0
+        name = run_on_rank_zero(lambda: str(latest(Path(folder), instead) or ""), broadcast)
+        if name:
+            self.resume(name)
+            return Path(name)
+        run_on_rank_zero(partial(start_again, Path(folder)), broadcast)
+        return None
+
     def resume(self, folder: str | PathLike[str]) -> None:
         """Resume from a checkpoint, on any mesh.
 
@@ -299,5 +328,9 @@ class Trainer:
 
 
 def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
-    """A DataLoader as a `Loader`; a `Loader` as it is."""
-    return IterableLoader(loader, len(loader)) if isinstance(loader, DataLoader) else loader
+    """A DataLoader as a `Loader`, with processes that ignore signals; a `Loader` as it is."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = copy(loader)  # the caller's stays as it is
+    own.worker_init_fn = IgnoreSignals(loader.worker_init_fn)
+    return IterableLoader(own, len(loader))

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,21 +64,25 @@ class TimesCache:
         return not self.folder.is_dir()
 
     def get(self, name: str) -> RegionTimes | None:
-        """The times of a name; None if there are none. A file that cannot be read is removed, with a `CacheWarning`."""
+        """The times of a name; None if there are none, or with a `CacheWarning` if they cannot be read.
+
+        A damaged file is removed; one that only another user may read stays.
+        """
         path = self.path(name)
         try:
             return TIMES.validate_json(path.read_bytes(), strict=True)
         except FileNotFoundError:
             return None
-        except (OSError, ValidationError) as error:
-            reason = str(error).splitlines()[0]
-            warnings.warn(
-                f"{path} holds no measured times ({reason}): it is removed, and measured again.",
-                CacheWarning,
-                stacklevel=2,
+        except OSError as error:
+            problem = f"{path} cannot be read ({error.strerror}): it is measured again."
+        except ValidationError as error:
+            problem = (
+                f"{path} holds no measured times ({str(error).splitlines()[0]}): it is removed, and measured again."
             )
-            path.unlink(missing_ok=True)
-            return None
+            with suppress(OSError):  # another user's, in a folder that keeps files of others
+                path.unlink()
+        warnings.warn(problem, CacheWarning, stacklevel=2)
+        return None
 
     def put(self, name: str, times: RegionTimes) -> None:
         """Write the times of a name.
@@ -102,9 +107,15 @@ class TimesCache:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically; a process that is killed leaves at most a temporary file that nobody reads."""
+    """Replace a file atomically; a process that is killed leaves at most a temporary file that nobody reads.
+
+    Its permissions are those of a new file, for users who share the folder: NamedTemporaryFile makes it private.
+    """
+    umask = os.umask(0o077)  # the only portable way to read the mask
+    os.umask(umask)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(text)
+        os.fchmod(file.fileno(), 0o666 & ~umask)
     Path(file.name).replace(path)
 
 

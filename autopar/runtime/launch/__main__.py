@@ -27,6 +27,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 def main() -> None:
     """Import the modules and serve requests; in a fork, carry out the request."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job; this one ends with its caller
     control, caller, forks, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
@@ -62,7 +63,8 @@ def serve(control: socket.socket, caller: int, forks: bool) -> list[int]:
         else:
             if not fork:
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number in (signal.SIGCHLD, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
                 for other in (control, woken, waker, *reports.values()):
                     other.close()
                 if forks:

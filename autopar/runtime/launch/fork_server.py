@@ -30,6 +30,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from autopar.errors import WorkerError
 from autopar.runtime.launch.loopback import loopback_variables
@@ -45,6 +46,7 @@ from autopar.runtime.launch.shared_memory import shared_file
 
 # On other systems, libraries may not survive a fork. There each server becomes the process that it was asked to start.
 FORKS = sys.platform == "linux"
+MAX_LINES = 20  # of the server's stderr, in an error
 MODULES = ("autopar.runtime.launch.preload",)
 # Variables that no import reads. A launcher sets some for each process, torch sets one at first use, pytest one for
 # each test. The folders of PYTHONPATH are in `sys.path`, which a request carries.
@@ -75,16 +77,19 @@ class ForkServer:
         # -P: modules come from the caller's path only, not from the current directory.
         command = [sys.executable, "-P", "-m", "autopar.runtime.launch"]
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{FORKS:d}", *modules]
+        # Notebooks do not show the stderr of processes.
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         with theirs:
             self.process = subprocess.Popen(
                 [*command, *arguments],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # keeps no pipe of the caller open; stderr shows a failed import
+                stdout=subprocess.DEVNULL,  # keeps no pipe of the caller open
+                stderr=self.errors,
                 start_new_session=True,  # keeps the terminal's Ctrl-C away
             )
-        self._finalizer = weakref.finalize(self, end, self.control, self.process)
+        self._finalizer = weakref.finalize(self, end, self.control, self.process, self.errors)
 
     def start(
         self,
@@ -123,14 +128,19 @@ class ForkServer:
         try:
             answer = report.recv()
         except EOFError:
+            ending = how_ended(self.process.wait())
+            self.errors.seek(0)
+            lines = self.errors.read().splitlines()[-MAX_LINES:]
+            said = "\n".join(["Its last lines:", *lines]) if lines else "It has printed nothing."
             raise WorkerError(
-                f"No worker was started: the fork server has ended, {how_ended(self.process.wait())}. Unless somebody "
-                "killed it, it has printed the reason. Call autopar.parallelize again, which starts another server."
+                f"No worker was started: the fork server has ended, {ending}. Call autopar.parallelize again, which "
+                f"starts another server. {said}"
             ) from None
         if isinstance(answer, OSError):
             raise WorkerError(f"No worker was started: {answer}. End other processes or raise the limit.") from answer
         if answer == self.process.pid:  # the server has become the process: its handle must not kill it
             self._finalizer.detach()
+            self.errors.close()
         return Process(self, answer, report)
 
 
@@ -236,8 +246,9 @@ def is_open(file: int) -> bool:
     return True
 
 
-def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End a server without users. In a fork of the caller, which has no such child, only the socket closes."""
+def end(control: socket.socket, process: subprocess.Popen[bytes], errors: IO[str]) -> None:
+    """End a server without users. In a fork of the caller, which has no such child, only its files close."""
     control.close()
+    errors.close()
     process.kill()
     process.wait()

@@ -205,10 +205,12 @@ class WorkerPool:
             self.failed = (
                 f"{rank_text(self.mesh, dead[0]).capitalize()} died during {name}: {code}. All other ranks were ended."
             )
-            raise WorkerError(
-                f"{self.failed} If nobody killed it, the system may have run out of memory: "
-                "use more microbatches or more devices."
+            reason = (
+                "If nobody killed it, the system may have run out of memory: use more microbatches or more devices."
+                if "SIGKILL" in code
+                else "It wrote what it had to say to stderr, which notebooks show in the terminal of their server."
             )
+            raise WorkerError(f"{self.failed} {reason}")
         ordered = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
         first = ordered[0]
         if first.user_error is not None:

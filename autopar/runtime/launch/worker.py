@@ -98,7 +98,8 @@ def main(number: int, connection: int, to_worker: int, to_caller: int) -> None:
         connection: open file of the connection.
         to_worker, to_caller: open files of shared memory, for tensors of commands and of replies.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # the caller handles them, and this process ends with it
+        signal.signal(signal_number, signal.SIG_IGN)
     with suppress(OSError):  # only Linux has this file; ps and top show the name
         Path("/proc/self/comm").write_text(f"autopar:rank{number}")
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
@@ -142,7 +143,7 @@ class Worker:
         """Run one command. Returns whether it succeeded, and its result or `Failure`."""
         try:
             return True, self.result(name, arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a user's module may call sys.exit() when it is imported
             lack = lack_of_memory(error)
             if lack is None or self.rank is None:
                 return False, failure(self.number, self.rank, error)
@@ -251,7 +252,7 @@ def join(number: int, start: Start) -> RankSpec:
     return spec
 
 
-def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
+def failure(number: int, rank: Rank | None, error: BaseException) -> Failure:
     """Failure that reports an exception to the caller."""
     return Failure(
         number,

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from autopar.errors import UsageError, suggest
+from autopar.tools.cli.flags import parse_kwargs
+
+WRITING = ("output", "overwrite", "download")  # say what is written where, which a file from elsewhere must not
 
 
 def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
@@ -19,7 +22,7 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
         flags: the command's parameters, and whether each may be repeated.
 
     Raises:
-        UsageError: the file cannot be read, or names an unknown flag.
+        UsageError: the file cannot be read, names an unknown flag, or would run code or write files of its choice.
     """
     try:
         given = tomllib.loads(path.read_text())
@@ -35,8 +38,26 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
             raise UsageError(
                 f"--config {path}: there is no flag --{key}.{hint} Keys are the names of flags, see --help."
             )
+        if name in WRITING:
+            raise UsageError(
+                f"--config {path}: a file must not decide where to write. Give --{key} on the command line."
+            )
         values[name] = written(path, key, value, several=flags[name])
+    check_model(path, values)
     return values
+
+
+def check_model(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise a UsageError if a file's model is not of timm or torchvision, or its arguments load files."""
+    if not {"model", "model_kwargs"} & values.keys():
+        return
+    from autopar.api.model_source import check_named_by_file  # imports torch
+
+    try:
+        kwargs = parse_kwargs(values.get("model_kwargs"))
+        check_named_by_file(values.get("model", "model"), kwargs, "give it on the command line")
+    except UsageError as error:
+        raise UsageError(f"--config {path}: {error}") from error
 
 
 def written(path: Path, key: str, value: Any, several: bool) -> Any:

@@ -1,13 +1,20 @@
-"""Check and removal of an earlier run in the ``--output`` of ``autopar train``."""
+"""Earlier run in the ``--output`` of ``autopar train``: what is resumed or removed, and how it is resumed."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from functools import partial
 from pathlib import Path
 
 import typer
 
 from autopar.errors import UsageError
-from autopar.train import check_free, lies_in, remove_run, run_in
+from autopar.runtime.launch.environment import broadcast_from_rank0, launched
+from autopar.train import LAST, Trainer, check_free, last_of, latest, lies_in, remove_run, run_in, run_on_rank_zero
+
+AUTO = "auto"  # of --resume
+INSTEAD = "choose another --output, or pass --overwrite without --resume to remove the run and start over."
 
 
 def check_folder(folder: Path, checkpoint: Path | None, overwrite: bool) -> None:
@@ -40,3 +47,61 @@ def remove_earlier(folder: Path) -> None:
     remove_run(folder)
     if found:
         typer.echo(f"Removed the earlier run in {folder}: {', '.join(found)}.\n")
+
+
+def resumed_checkpoint(folder: Path, resume: str | None, overwrite: bool) -> Path | None:
+    """Checkpoint from which a run resumes; None if it starts. Nothing is planned or removed yet.
+
+    Args:
+        folder: the folder for results.
+        resume, overwrite: the values of the flags.
+
+    Raises:
+        UsageError: there is none where ``--resume`` says, or the folder for results has a run that is not resumed.
+        CheckpointError: the last checkpoint is damaged, with ``--resume auto``.
+    """
+    if resume == AUTO and overwrite:
+        raise UsageError(
+            "--resume auto goes on with the run in --output, --overwrite would remove it. Leave one of them out."
+        )
+    if resume == AUTO:
+        name = run_on_rank_zero(lambda: str(latest(folder, INSTEAD) or ""), broadcast_from_rank0)
+        return Path(name) if name else None
+    checkpoint = checkpoint_of(Path(resume)) if resume is not None else None
+    run_on_rank_zero(partial(check_folder, folder, checkpoint, overwrite), broadcast_from_rank0)
+    return checkpoint
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Checkpoint that ``--resume`` names: a run's last one, or the folder itself.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not path.is_dir():
+        raise UsageError(
+            f"--resume {path}: there is no such folder. Give a checkpoint, such as runs/MODEL/{LAST}, or the --output "
+            "of an earlier run."
+        )
+    return last_of(path)
+
+
+def farewell(trainer: Trainer) -> str:
+    """Message about an interrupted run: where it stopped, what is saved, and the command that resumes it."""
+    position, saved = trainer.position, trainer.saved
+    if position.epoch > trainer.epochs and saved == position:
+        return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
+    where = f"Interrupted in epoch {position.epoch}, after {position.step} of {position.steps} updates"
+    if trainer.checkpoint is None or saved is None:
+        return f"{where}. Nothing is saved."
+    what = "all of it" if saved == position else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
+    launch = launched()
+    under = f" under {launch.launcher}" if launch is not None else ""
+    return f"{where}; {what} is saved. Go on{under} with\n{command(trainer.checkpoint)}"
+
+
+def command(checkpoint: Path) -> str:
+    """This process's command line, changed so that it resumes from a checkpoint."""
+    pairs = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
+    words = [word for word, before in pairs if "--resume" not in (word, before) and not word.startswith("--resume=")]
+    return shlex.join(["autopar", *words, "--resume", str(checkpoint)])

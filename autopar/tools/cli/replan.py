@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.api.model_source import ModelSource
+from autopar.api.model_source import ModelSource, check_named_by_file
 from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import source
 from autopar.errors import PlanError, UsageError
@@ -59,11 +60,23 @@ def held_lines(program: Program, programs: ProgramCache) -> list[str]:
 
 
 def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:
-    """The plan's model on the meta device, without weights."""
-    if kwargs is None:
-        kwargs = plan.model.kwargs if name is None else {}
+    """The plan's model on the meta device, without weights.
+
+    Args:
+        name, kwargs: model to build and its arguments; None for the plan's.
+    Raises:
+        UsageError: no such model, or the plan's is not of timm or torchvision and ``name`` is None.
+        PlanError: the plan's model cannot be built by name.
+    """
     if name is not None:
-        return ModelSource(name, kwargs).build("meta")
+        return ModelSource(name, kwargs or {}).build("meta")
+    check_named_by_file(
+        plan.model.name,
+        plan.model.kwargs if kwargs is None else {},
+        f"name it on the command line: {shlex.join(model_flags(plan))}",
+    )
+    if kwargs is None:
+        kwargs = plan.model.kwargs
     try:
         return ModelSource(plan.model.name, kwargs).build("meta")
     except UsageError as error:
@@ -71,6 +84,12 @@ def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None
             f"Cannot build the plan's model by its name, field model.name: {error} A model that was made in Python "
             "is known to its plan by its class only: pass --model NAME [--model-kwargs ...]."
         ) from error
+
+
+def model_flags(plan: Plan) -> list[str]:
+    """Flags that name the plan's model on the command line."""
+    kwargs = [f"{name}={value}" for name, value in plan.model.kwargs.items()]
+    return ["--model", plan.model.name, *(["--model-kwargs", *kwargs] if kwargs else [])]
 
 
 def planned_inputs(plan: Plan, model: nn.Module) -> Mapping[str, torch.Tensor]:

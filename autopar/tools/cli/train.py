@@ -57,8 +57,12 @@ def train(
         int, typer.Option(min=0, help="Seed of weights, data split, shuffling and all other randomness.", metavar="N")
     ] = 0,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Resume from a checkpoint: its folder, or the --output of an earlier run.", metavar="PATH"),
+        str | None,
+        typer.Option(
+            help="Resume from a checkpoint: its folder, or the --output of an earlier run; auto goes on with the run "
+            "in --output if there is one, and starts it otherwise.",
+            metavar="PATH|auto",
+        ),
     ] = None,
     checkpoint_steps: Annotated[
         int | None,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,7 +21,7 @@ from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
 from autopar.runtime.launch.environment import broadcast_from_rank0, launched
-from autopar.tools.cli.existing_run import check_folder, remove_earlier
+from autopar.tools.cli.existing_run import AUTO, farewell, remove_earlier, resumed_checkpoint
 from autopar.tools.cli.flags import BuildFlags, parse_kwargs
 from autopar.tools.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
 from autopar.tools.cli.output import save_plan, show_plan
@@ -41,7 +39,6 @@ from autopar.tools.cli.verify_weights import ReferenceScore, verify
 from autopar.train import (
     EMA_WEIGHTS,
     EPOCHS,
-    LAST,
     PLAN,
     TENSORBOARD,
     WEIGHTS,
@@ -54,8 +51,9 @@ from autopar.train import (
     TensorBoard,
     Trainer,
     evaluation_loader,
+    exits_on_sigterm,
+    exported_updates,
     is_rank_zero,
-    last_of,
     load_data,
     make_folder,
     micro_batch,
@@ -63,6 +61,7 @@ from autopar.train import (
     run_on_rank_zero,
     save_weights,
     schedule,
+    start_again,
     timm_average,
     timm_optimizer,
     training_loader,
@@ -91,13 +90,18 @@ class Run:
     epochs: int
     batch_size: int
     seed: int
-    resume: Path | None
+    resume: str | None
     checkpoint_steps: int | None
     keep: int
     folder: Path
     overwrite: bool
     plan: Plan | None
     constraints: Mapping[str, Any]
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the run goes on with what is in its folder, or starts if there is nothing."""
+        return self.resume == AUTO
 
     @property
     def at_once(self) -> int:
@@ -132,17 +136,26 @@ class Run:
 def run(asked: Run) -> None:
     """Train, save the weights, and compare their accuracy in the unmodified model with the parallel model's.
 
+    SIGTERM ends it as Ctrl-C does, with exit code 143.
+
     Raises:
         UsageError: flags contradict each other, the data, or the contents of the folder.
         TrainingError: a loss was not finite, or the accuracies differ.
     """
-    checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
-    run_on_rank_zero(partial(check_folder, asked.folder, checkpoint, asked.overwrite), broadcast_from_rank0)
+    with exits_on_sigterm():
+        run_to_the_end(asked)
+
+
+def run_to_the_end(asked: Run) -> None:
+    """As `run`, but SIGTERM outside of the training loop kills the process."""
+    checkpoint = resumed_checkpoint(asked.folder, asked.resume, asked.overwrite)
     devices = number_of_devices(asked)
     source, data = model_and_data(asked)
     steps = steps_per_epoch(asked, data)
     if checkpoint is not None:
         check_goes_on(asked, checkpoint, settings(asked, source, data), steps)
+        if asked.restarts and run_on_rank_zero(partial(is_finished, asked, checkpoint), broadcast_from_rank0):
+            return
     torch.manual_seed(asked.seed)
     model = source.build("cpu")
     example = torch.empty(asked.at_once, *data.form.shape, device="meta")
@@ -155,6 +168,8 @@ def run(asked: Run) -> None:
             trainer.resume(checkpoint)
         if asked.overwrite:  # as late as possible: every check has passed
             run_on_rank_zero(partial(remove_earlier, asked.folder), pm.broadcast_from_rank0)
+        elif asked.restarts and checkpoint is None:
+            run_on_rank_zero(partial(start_again, asked.folder), pm.broadcast_from_rank0)
         plan = named_plan(pm.plan, source)
         if is_rank_zero():
             save_plan(plan, asked.folder / PLAN)
@@ -170,7 +185,8 @@ def run(asked: Run) -> None:
         device = pm.machine.device_type
     if is_rank_zero():
         for name, state in weights.items():
-            save_weights(state, asked.folder / name)
+            metadata = {"format": "pt", "model": source.name, "updates": str(trainer.position.update)}
+            save_weights(state, asked.folder / name, metadata)
         typer.echo("")
         for name, proof in proofs.items():
             title = "test accuracy" if name == WEIGHTS else "of averages"
@@ -284,48 +300,26 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
 
 
 def fit(trainer: Trainer) -> None:
-    """Train; on Ctrl-C print what is saved and the command that resumes."""
+    """Train; on Ctrl-C or SIGTERM print what is saved and the command that resumes."""
     try:
         trainer.fit()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         if is_rank_zero():
             typer.echo(f"\n{farewell(trainer)}", err=True)
         raise
 
 
-def farewell(trainer: Trainer) -> str:
-    """Message about an interrupted run: where it stopped, what is saved, and the command that resumes it."""
-    position, saved = trainer.position, trainer.saved
-    if position.epoch > trainer.epochs and saved == position:
-        return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
-    where = f"Interrupted in epoch {position.epoch}, after {position.step} of {position.steps} updates"
-    if trainer.checkpoint is None or saved is None:
-        return f"{where}. Nothing is saved."
-    what = "all of it" if saved == position else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
-    launch = launched()
-    under = f" under {launch.launcher}" if launch is not None else ""
-    return f"{where}; {what} is saved. Go on{under} with\n{command(trainer.checkpoint)}"
-
-
-def command(checkpoint: Path) -> str:
-    """This process's command line, changed so that it resumes from a checkpoint."""
-    pairs = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
-    words = [word for word, before in pairs if "--resume" not in (word, before) and not word.startswith("--resume=")]
-    return shlex.join(["autopar", *words, "--resume", str(checkpoint)])
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Checkpoint that ``--resume`` names: a run's last one, or the folder itself.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
-    if not path.is_dir():
-        raise UsageError(
-            f"--resume {path}: there is no such folder. Give a checkpoint, such as runs/MODEL/{LAST}, or the --output "
-            "of an earlier run."
-        )
-    return last_of(path)
+def is_finished(asked: Run, checkpoint: Path) -> bool:
+    """Whether the run has done all epochs and exported its weights; says so."""
+    position = read_run(checkpoint).position
+    files = [asked.folder / name for name in (WEIGHTS, *([EMA_WEIGHTS] if asked.optimizer.model_ema else []))]
+    if position.epoch <= asked.epochs or any(exported_updates(file) != position.update for file in files):
+        return False
+    typer.echo(
+        f"The run in {asked.folder} is finished: it has done {plural(position.epoch - 1, 'epoch')}. Its weights are in "
+        f"{' and '.join(map(str, files))}."
+    )
+    return True
 
 
 def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: int) -> None:
@@ -337,12 +331,12 @@ def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: i
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or is damaged.
-        UsageError: the checkpoint has other settings, or its run is finished.
+        UsageError: the checkpoint has other settings, or its run is finished and ``--resume`` is not auto.
     """
     saved = read_run(checkpoint)
     saved.check(now, steps, checkpoint)
     done = saved.position.epoch - 1
-    if done >= asked.epochs:
+    if done >= asked.epochs and not asked.restarts:
         more = (
             f"Pass --epochs {done + 1} or more to go on."
             if asked.schedule.sched in ENDLESS

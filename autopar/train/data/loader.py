@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -95,10 +98,29 @@ def collate(
     return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good], device="cpu")
 
 
-def ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in a loader process: the training process may need another batch before it ends."""
-    del worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@dataclass(frozen=True)
+class IgnoreSignals:
+    """Start of a loader process: it ignores Ctrl-C, and SIGTERM of others than the training process.
+
+    Both may be sent to all processes of a run, and the training process may need another batch before it ends.
+    """
+
+    then: Callable[[int], Any] | None = None
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            threading.Thread(target=end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+
+
+def end_on_sigterm_of(parent: int) -> None:
+    """Wait for SIGTERM, and end this process once it comes from ``parent``: multiprocessing sends it at its exit."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 class PartLoader:
@@ -131,7 +153,7 @@ class PartLoader:
                 batch_sampler=sampler,
                 num_workers=num_workers,
                 persistent_workers=num_workers > 0,
-                worker_init_fn=ignore_interrupts,
+                worker_init_fn=IgnoreSignals(),
                 collate_fn=collate,
                 pin_memory=torch.cuda.is_available(),
                 generator=torch.Generator(),  # otherwise it draws from the default generator, which is the user's

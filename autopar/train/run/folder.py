@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
-from autopar.errors import UsageError
+from autopar.errors import ResumeWarning, UsageError
 from autopar.ir.files import TEMPORARY
 from autopar.ir.units import plural
 from autopar.runtime.checkpoint.folder import age, is_checkpoint, remove_checkpoint, save_folder
@@ -81,6 +82,25 @@ def check_free(folder: Path, *, go_on: str, instead: str) -> None:
     checkpoints = [folder / name for name in (LAST, BEST) if is_checkpoint(folder / name)]
     on = f"Go on with it by {go_on.format(checkpoints[0])}, " if checkpoints else "It has no checkpoint to go on from: "
     raise UsageError(f"{folder} holds a run already: {', '.join(contents)}. {on}{instead}")
+
+
+def check_no_weights(folder: Path, instead: str) -> None:
+    """Raise a UsageError if a folder without checkpoints has weights: a finished run, which must not be lost."""
+    if any((folder / name).exists() for name in (WEIGHTS, EMA_WEIGHTS)):
+        check_free(folder, go_on="{}", instead=instead)
+
+
+def start_again(folder: Path) -> None:
+    """Remove what a run left that ended before its first checkpoint, with a `ResumeWarning`."""
+    contents = run_in(folder)
+    remove_run(folder)
+    if contents:
+        warnings.warn(
+            f"The run in {folder} had ended before its first checkpoint: it starts again, and replaces "
+            f"{', '.join(contents)}.",
+            ResumeWarning,
+            stacklevel=2,
+        )
 
 
 def remove_run(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from autopar.api.checkpoint import read_header
-from autopar.errors import UsageError
+from autopar.errors import CheckpointError, UsageError
 from autopar.ir.units import plural
-from autopar.runtime.checkpoint.folder import check_sizes
+from autopar.runtime.checkpoint.folder import check_sizes, is_checkpoint
+from autopar.train.run.folder import BEST, LAST, check_no_weights
 from autopar.train.run.reports import EpochReport, EpochSums, RunPosition
 
 
@@ -75,3 +77,37 @@ def read_run(folder: str | PathLike[str]) -> SavedRun:
             f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
             "Load it with pm.load_checkpoint and start at epoch 1."
         ) from error
+
+
+def latest(folder: Path, instead: str) -> Path | None:
+    """Checkpoint from which a restarted run goes on; None if it starts from the beginning.
+
+    That is ``last``, or ``best`` if the run ended between its first ``best`` and its first ``last``.
+
+    Args:
+        folder: the run's.
+        instead: what else can be done, for messages.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; names others that are whole. None of them is chosen.
+        UsageError: no trainer wrote it, or the folder has weights without a checkpoint.
+    """
+    last, best = folder / LAST, folder / BEST
+    if kept := sorted(str(data.parent) for data in last.glob("data-*/checkpoint.json") if not is_checkpoint(last)):
+        raise CheckpointError(
+            f"{last} has lost its checkpoint.json, but {', '.join(kept)} has one. Resume from that, or {instead}"
+        )
+    if not is_checkpoint(last) and not is_checkpoint(best):
+        check_no_weights(folder, instead)
+        return None
+    if not is_checkpoint(last):
+        read_run(best)
+        return best
+    try:
+        read_run(last)
+    except CheckpointError as error:
+        with suppress(UsageError):  # damaged too
+            updates = plural(read_run(best).position.update, "update")
+            error = CheckpointError(f"{error} {best} is whole, after {updates}: resume from that, or {instead}")
+        raise error from None
+    return last

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,6 +22,14 @@ def save_weights(state: Mapping[str, torch.Tensor], path: Path, metadata: Mappin
     copies = {name: tensor.contiguous().clone() for name, tensor in state.items()}
     with replacing(path) as file:
         save_file(copies, file, dict(metadata) if metadata is not None else None)
+
+
+def exported_updates(path: Path) -> int | None:
+    """Updates after which a file's weights were exported, from its metadata; None if there is no such file."""
+    with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+        updates = (file.metadata() or {}).get("updates")
+        return int(updates) if updates is not None else None
+    return None
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:

@@ -181,13 +181,39 @@ def test_a_server_that_is_killed_takes_its_workers_along() -> None:
 
 def test_a_server_that_ends_before_it_forks_is_an_error() -> None:
     broken = ForkServer(worker_environment(1), ["no_such_module"])
-    with pytest.raises(WorkerError, match=r"the fork server has ended, exit code 1\. .* printed the reason"):
+    with pytest.raises(
+        WorkerError, match=r"the fork server has ended, exit code 1\.(?s:.*)No module named 'no_such_module'"
+    ):
         broken.start(print, environment={})
     killed = ForkServer(worker_environment(1))
     killed.process.send_signal(signal.SIGSTOP)  # the request waits
     threading.Timer(0.5, killed.process.kill).start()
     with pytest.raises(WorkerError, match="the fork server has ended, killed by SIGKILL"):
         killed.start(print, environment={})
+
+
+@pytest.mark.full
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cloudpickle.py").write_text("raise SystemExit('foreign code ran')")
+    environment = worker_environment(1)
+    code = "import cloudpickle; raise SystemExit(7)"
+    assert ForkServer(environment).start(exec, code, {}, environment=environment).wait(60) == 7
+
+
+class Leaving:
+    """A loss function of a module that calls sys.exit() when a worker imports it."""
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target)
+
+    def __reduce__(self) -> Any:
+        return sys.exit, ("no licence",)
+
+
+def test_a_worker_that_leaves_in_its_start_says_why() -> None:
+    with pytest.raises(WorkerError, match="failed during start: SystemExit: no licence"):
+        started(Leaving())
 
 
 def test_without_forks_each_worker_is_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from autopar.measure.workers import Emit, WorkerLimits, WorkersExit, run_workers
 
@@ -48,6 +51,13 @@ def test_all_results_arrive_in_each_ranks_order() -> None:
     assert (exit.codes, exit.timed_out, exit.failed_rank) == ((0, 0), False, None)
     assert [r for r in results if r[0] == 1] == [(1, 0), (1, 1), (1, 2)] and len(results) == 6
     assert lines == ["result 0", "result 1", "result 2"]
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pickle.py").write_text("raise SystemExit('foreign code ran')")
+    exit, results, _ = run(Task((0.0,), 1), WorkerLimits(60.0))
+    assert exit.codes == (0,) and results == [(0, 0)], exit
 
 
 def test_a_later_rank_that_fails_ends_an_earlier_one() -> None:

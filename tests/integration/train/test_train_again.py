@@ -17,7 +17,7 @@ import pytest
 from support.cli import invoke
 from support.train_cli import MAIN, SHORT, TINY, contents, losses, records, start
 
-from autopar.tools.cli.train_run import command
+from autopar.tools.cli.existing_run import command
 from autopar.train import read_run
 
 
@@ -101,6 +101,65 @@ def test_ctrl_c_under_torchrun(tmp_path):
     assert "autopar/" not in error.replace("autopar train", "")  # no traceback but the launcher's own
     saved = read_run(tmp_path / "out" / "last").position
     assert saved.update == len(losses(tmp_path / "out")) < 16
+
+
+TORCHRUN = (
+    "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable, "-c", MAIN
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("everyone", [False, True], ids=["caller", "all"])
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["pool", "torchrun"])
+def test_sigterm_saves_and_the_same_command_goes_on(alone, tmp_path, launcher, everyone):
+    """To the first process alone, or to all processes of the job, as Slurm and systemd send it."""
+    run = ["train", *SHORT, "--dp", "2", "--devices", "2", "--workers", "1", "-o", "out", "--resume", "auto"]
+    process, log = start(tmp_path, *run, launcher=launcher), tmp_path / "out" / "steps.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
+        time.sleep(0.005)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 4, process.communicate()  # workers or ranks, and processes that read images
+    for each in [*family, process] if everyone else [process]:
+        os.kill(each.pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=100)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    assert "Terminated: the run ends after this update." in error and "all of it is saved" in error, error
+    assert process.returncode == (143 if not launcher else 1), error  # torchrun's own code
+    assert read_run(tmp_path / "out" / "last").position.update == len(losses(tmp_path / "out")) < 16
+    for _ in range(2):
+        again = start(tmp_path, *run, launcher=launcher)
+        printed, error = again.communicate(timeout=200)
+        assert again.returncode == 0, error
+        assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=1e-4)
+    assert printed.count("The run in out is finished: it has done 2 epochs.") == 1
+
+
+@pytest.mark.filterwarnings("default::autopar.errors.ResumeWarning")
+def test_resume_auto(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = ["train", *TINY, "--data", "digits", "--devices", "1", "--epochs", "1", "--train-num-samples", "64"]
+    run += ["--val-num-samples", "16", "--sched", "constant", "-o", "out", "--resume", "auto"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "steps.jsonl").write_text('{"update": 1}\n')
+    code, _, error = invoke(*run)
+    assert code == 0 and "warning: The run in out had ended before its first checkpoint: it" in error, error
+    before = contents(tmp_path / "out")
+    code, printed, error = invoke(*run)
+    assert code == 0 and "The run in out is finished: it has done 1 epoch. Its weights are in out" in printed, error
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out" / "model.safetensors").unlink()  # it was killed before it wrote them
+    code, printed, error = invoke(*run)
+    assert code == 0 and "test accuracy" in printed, error
+    now = contents(tmp_path / "out")
+    weights, steps = (tmp_path / "out" / name for name in ("model.safetensors", "steps.jsonl"))
+    assert now[weights] == before[weights] and now[steps] == before[steps]
+    code, _, error = invoke(*run, "--overwrite")
+    assert code == 2 and "--resume auto goes on with the run in --output, --overwrite would remove it" in error, error
+    header = tmp_path / "out" / "last" / "checkpoint.json"
+    header.write_text("")
+    code, _, error = invoke(*run)
+    assert code == 2 and "out/best is whole, after 1 update: resume from that, or choose another" in error, error
 
 
 def test_another_run_is_refused_before_anything_is_planned(alone, tmp_path, monkeypatch):

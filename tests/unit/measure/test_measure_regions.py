@@ -169,6 +169,23 @@ def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, broken: str) -> No
     assert not cache.path("a").exists()
 
 
+def test_a_shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are for all users, and one that only another user may read stays."""
+    umask = os.umask(0o022)
+    cache = TimesCache(tmp_path, "here")
+    cache.put("a", RegionTimes(1.0, 2.0, 0.1))
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in cache.folder.iterdir()} == {0o644}
+
+    def private(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", private)
+    with pytest.warns(CacheWarning, match=r"a\.json cannot be read \(Permission denied\): it is measured again"):
+        assert cache.get("a") is None
+    assert cache.path("a").exists()
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "times").write_text("in the way")
     with pytest.raises(UsageError, match=r"Cannot keep measured times in .*Set AUTOPAR_CACHE .* or plan with cost="):

@@ -7,17 +7,21 @@ import importlib
 import pickle
 import random
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision import datasets
 
 from autopar.errors import UsageError
 from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data
-from autopar.train.data.loader import Batch, ImageSamples, PartLoader
+from autopar.train.data.loader import Batch, IgnoreSignals, ImageSamples, PartLoader
 from autopar.train.data.transforms import Format, evaluation_transform, training_transform
 
 CLASSES = 10
@@ -285,3 +289,24 @@ def test_images_are_moved_not_changed():
 def test_augmentation_that_cannot_be(channels, augmentation, message):
     with pytest.raises(UsageError, match=message):
         training_transform(Format(channels, 8, (0.5,) * channels, (0.5,) * channels), augmentation)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who sent a signal")
+def test_a_loader_process_heeds_sigterm_of_its_parent_alone(tmp_path: Path):
+    started = tmp_path / "started"
+    init = IgnoreSignals(lambda worker: started.touch())
+    batches = iter(DataLoader(range(64), num_workers=1, prefetch_factor=1, worker_init_fn=init))  # type: ignore[arg-type]
+    next(batches)
+    assert started.exists()
+    (process,) = batches._workers  # type: ignore[attr-defined]
+    for name in ("TERM", "INT"):
+        subprocess.run(["kill", f"-{name}", str(process.pid)], check=True)
+    time.sleep(0.3)
+    assert [int(batch) for batch in batches] == list(range(1, 64))
+    batches = iter(DataLoader(range(64), num_workers=1, worker_init_fn=init))  # type: ignore[arg-type]
+    next(batches)
+    (process,) = batches._workers  # type: ignore[attr-defined]
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == 0

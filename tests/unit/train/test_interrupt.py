@@ -1,10 +1,12 @@
-"""Ctrl-C during training: the run saves where it stands, and can be resumed."""
+"""Ctrl-C and SIGTERM during training: the run saves where it stands, and can be resumed."""
 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -132,12 +134,54 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_handler_of_the_callers_own_stays():
+class Terminated(Callback):
+    """SIGTERM arrives twice during the second update: from a job manager and from a launcher."""
+
+    def on_step(self, trainer: autopar.train.TrainerView, report) -> None:
+        if report.update == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_saves_and_exits(tmp_path: Path):
+    with parallel() as pm:
+        run = trainer(pm, callbacks=(JsonLog(tmp_path), Checkpoints(tmp_path), Terminated()))
+        with pytest.raises(SystemExit) as ended:
+            run.fit()
+        assert ended.value.code == 143
+        assert run.saved == run.position and run.position.update == 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with parallel() as pm:
+        again = trainer(pm, callbacks=(JsonLog(tmp_path), Checkpoints(tmp_path)))
+        assert again.resume_or_start(tmp_path) == tmp_path / "last"
+        assert len(again.fit()) == 2
+    assert len(losses(tmp_path)) == 10
+
+
+def test_a_later_second_sigterm_ends_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autopar.train.run.interrupt.REPEAT_SECONDS", 0.0)
+    with parallel() as pm, pytest.raises(SystemExit) as ended:
+        trainer(pm, callbacks=(Terminated(), Checkpoints(tmp_path))).fit()
+    assert ended.value.code == 143 and list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_ends_when_it_is_terminated():
+    """multiprocessing terminates its processes, which have the handlers of the process that they were forked from."""
+    with deferred_interrupts() as interrupt:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(30)
+        assert process.exitcode == 143 and not interrupt.requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_of_the_callers_own_stays(number: signal.Signals):
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    before = signal.signal(number, lambda number, frame: heard.append(number))
     try:
         with deferred_interrupts() as interrupt:
-            os.kill(os.getpid(), signal.SIGINT)
-        assert (heard, interrupt.requested) == ([signal.SIGINT], False)
+            os.kill(os.getpid(), number)
+        assert (heard, interrupt.requested) == ([number], False)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

@@ -10,7 +10,7 @@ import pytest
 from support.train_cli import contents, losses
 from support.training import Record, parallel, trainer
 
-from autopar.errors import CheckpointError, UsageError
+from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.runtime.checkpoint.folder import is_checkpoint
 from autopar.train import (
     Checkpoints,
@@ -96,3 +96,68 @@ def test_a_checkpoint_that_is_being_saved_is_not_removed(tmp_path: Path):
         with pytest.raises(CheckpointError, match=r"Another process is saving a checkpoint to .*last at this moment"):
             remove_run(tmp_path)
     assert contents(tmp_path) == before
+
+
+# -- scripts that are restarted ----------------------------------------------------------------------------------------
+
+
+def restarted(folder: Path, epochs: int = 1) -> Path | None:
+    """Checkpoint from which a script goes on that is started again; it then trains to its end."""
+    with parallel() as pm:
+        run = trainer(pm, epochs=epochs, callbacks=(JsonLog(folder), Checkpoints(folder)))
+        checkpoint = run.resume_or_start(folder)
+        run.fit()
+    return checkpoint
+
+
+def test_a_script_starts_goes_on_and_has_finished(tmp_path: Path):
+    run = tmp_path / "run"
+    assert restarted(run) is None
+    assert restarted(run, epochs=2) == run / "last"
+    assert len(losses(run)) == 10
+    before = contents(run)
+    assert restarted(run, epochs=2) == run / "last"
+    assert contents(run) == before
+
+
+def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path):
+    with parallel() as pm:
+        trainer(pm, epochs=1, callbacks=(JsonLog(tmp_path),)).fit()
+    (tmp_path / "last" / "data-1").mkdir(parents=True)  # a killed save
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.warns(ResumeWarning, match=r"ended before its first .* replaces steps\.jsonl of 5 updates, h"):
+        assert restarted(tmp_path) is None
+    assert len(losses(tmp_path)) == 5 and (tmp_path / "notes.txt").exists()
+
+
+def test_a_run_that_ended_before_its_first_last_goes_on_from_best(tmp_path: Path):
+    restarted(tmp_path)
+    (tmp_path / "last" / "checkpoint.json").unlink()
+    assert restarted(tmp_path) == tmp_path / "best"
+
+
+def test_no_checkpoint_is_chosen_for_a_damaged_one(tmp_path: Path):
+    restarted(tmp_path)
+    header = tmp_path / "last" / "checkpoint.json"
+    text = header.read_text()
+    header.write_text(text[:40])
+    with pytest.raises(
+        CheckpointError, match=r"last/checkpoint\.json is not .* /.*/best is whole, after 5 updates: re"
+    ):
+        restarted(tmp_path)
+    (tmp_path / "best" / "checkpoint.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"last/checkpoint\.json is not a complete JSON file.*") as error:
+        restarted(tmp_path)
+    assert "best" not in str(error.value)
+    (data,) = (tmp_path / "last").glob("data-*")
+    header.rename(data / header.name)
+    with pytest.raises(CheckpointError, match=rf"last has lost its checkpoint\.json, but {data} has one"):
+        restarted(tmp_path)
+    assert (data / header.name).exists()
+
+
+def test_weights_without_a_checkpoint_stay(tmp_path: Path):
+    save_weights({}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"holds a run .*: model\.safetensors\. It has no checkpoint to go on from"):
+        restarted(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
