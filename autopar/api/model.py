@@ -10,14 +10,16 @@ from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from autopar.api.batch import check_detached
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
+from autopar.api.module_attributes import OF_MODEL, OF_SCHEDULER, missing_attribute
 from autopar.api.program_cache import ProgramCache
 from autopar.api.step_result import StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
@@ -210,6 +212,8 @@ class ParallelModel:
     ) -> BatchRequest:
         call = as_call(self._model, x)
         call = self._programs.bind_call(call.args, call.kwargs)
+        check_detached(call.leaves, "input")
+        check_detached(y, "target")
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
@@ -393,6 +397,17 @@ class ParallelModel:
         finally:
             self._ranks.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "A ParallelModel cannot be pickled or copied: its weights are on running ranks. Save pm.state_dict(), or "
+            "all of the training by pm.save_checkpoint(folder)."
+        )
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name, OF_MODEL)
+
     def __enter__(self) -> ParallelModel:
         return self
 
@@ -435,3 +450,8 @@ class SchedulerHandle:
     def get_last_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return self._owner.learning_rates()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name, OF_SCHEDULER)

@@ -23,6 +23,7 @@ from autopar.api.planning.plan import PlanRequest, check_devices, check_model, e
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
+from autopar.api.recipe_check import check_recipe, try_recipe
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import PlanDependentRandomWarning, UsageError
 from autopar.ir.graph import Graph
@@ -98,9 +99,12 @@ def parallelize(
     check_device(options.precision if user_plan is None else user_plan.precision, machine)
     request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
     clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
-    recipe = TrainingRecipe(loss_fn or F.cross_entropy, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+    loss_fn = F.cross_entropy if loss_fn is None else loss_fn
+    recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+    check_recipe(recipe, model)
 
     graph = lower_example(request, user_plan)
+    try_recipe(recipe, graph)
     chosen = user_plan or plan_graph(request, graph, planning_hardware(machine, options, devices))
     programs = ProgramCache(model, chosen, call, graph)
     return start(programs, recipe, options, machine)

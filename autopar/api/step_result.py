@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from autopar.api.module_attributes import OF_RESULT, missing_attribute
 
 
 class StepResult:
@@ -65,6 +67,11 @@ class StepResult:
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[StepMetrics, Any]]:
         return StepResult, (self.figures, self.outputs)
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name, OF_RESULT)
 
 
 @dataclass(frozen=True)

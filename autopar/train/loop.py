@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -21,7 +22,7 @@ from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import Batch, IterableLoader, Loader
+from autopar.train.data.loader import Batch, IterableLoader, Loader, PartLoader, check_equal_parts
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
 from autopar.train.run.interrupt import Interrupt, TrainingInterrupted, deferred_interrupts
 from autopar.train.run.reports import EpochReport, EpochSums, RunPosition, StepReport
@@ -32,12 +33,18 @@ SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 @dataclass(frozen=True)
 class LaunchedUpdate:
-    """An update that was launched and whose results are not read yet."""
+    """An update that was launched and whose results are not read yet. ``shares`` has each batch's part of it."""
 
     position: RunPosition
     results: tuple[StepResult, ...]
+    shares: tuple[float, ...]
     samples: int
     lr: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the samples; waits for the results."""
+        return sum(result.loss * share for result, share in zip(self.results, self.shares, strict=True))
 
     @property
     def ready(self) -> bool:
@@ -83,7 +90,8 @@ class Trainer:
             settings: plain values by name that must equal those of a checkpoint from which the run resumes.
 
         Raises:
-            UsageError: a number is out of range.
+            UsageError: a number is out of range, or a DataLoader has no length, or batches that the replicas cannot
+                share evenly.
         """
         if epochs < 1 or grad_accum_steps < 1:
             raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
@@ -99,6 +107,8 @@ class Trainer:
                 f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
                 f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
             )
+        if isinstance(train_loader, DataLoader):
+            check_equal_parts(train_loader, steps * grad_accum_steps, pm.plan.mesh.dp // pm.data_size)
         self.position, self.running = RunPosition(1, 0, steps), EpochSums()
         self.history: list[EpochReport] = []
         self.best: float | None = None
@@ -156,22 +166,41 @@ class Trainer:
 
     def update(self, batches: Iterator[Batch]) -> None:
         """Launch one update, of ``grad_accum_steps`` batches."""
-        k = self.grad_accum_steps
-        results, samples = [], 0
+        results, shares, samples = [], [], 0
         lr = max(self.pm.learning_rates(), default=0.0)
-        for i in range(k):
-            batch = next(batches)
-            step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
+        for i, (batch, share) in enumerate(self.with_shares(batches), 1):
+            step = self.pm.train_step if i == self.grad_accum_steps else self.pm.forward_backward
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteLossWarning)  # `report` says more
-                results.append(step(batch.x, batch.y, share=1 / k))
+                results.append(step(batch.x, batch.y, share=share))
+            shares.append(share)
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
-        self.launched.append(LaunchedUpdate(self.position, tuple(results), samples, lr))
+        self.launched.append(LaunchedUpdate(self.position, tuple(results), tuple(shares), samples, lr))
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
         elif self.schedule == "update":
             self.pm.lr_scheduler.step()
+
+    def with_shares(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
+        """The batches of one update, each with its share of the samples.
+
+        Raises:
+            UsageError: the loader ended before.
+        """
+        k = self.grad_accum_steps
+        parts = islice(batches, k)
+        if isinstance(self.train_loader, PartLoader):  # batches of one size, which are read when they are needed
+            yield from ((part, 1 / k) for part in parts)
+            return
+        read = list(parts)
+        if len(read) < k:
+            raise UsageError(
+                f"The loader ended after {self.position.step * k + len(read)} batches of epoch {self.position.epoch}; "
+                f"its len() is {len(self.train_loader)}. Make them agree."
+            )
+        samples = sum(part.count for part in read)
+        yield from ((part, part.count / samples) for part in read)
 
     def report_steps(self, all_of_them: bool = False) -> None:
         """Report updates whose results are known to callbacks; with ``all_of_them``, wait for all.
@@ -188,7 +217,7 @@ class Trainer:
         """Report of an update; waits for its results."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteLossWarning)  # the TrainingError below says more
-            loss = sum(result.loss for result in update.results) / self.grad_accum_steps
+            loss = update.loss
         last, position = update.results[-1], update.position
         if not isfinite(loss) and not last.skipped:
             raise self.not_finite(loss, update)
@@ -299,5 +328,17 @@ class Trainer:
 
 
 def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
-    """A DataLoader as a `Loader`; a `Loader` as it is."""
-    return IterableLoader(loader, len(loader)) if isinstance(loader, DataLoader) else loader
+    """A DataLoader as a `Loader`; a `Loader` as it is.
+
+    Raises:
+        UsageError: the DataLoader does not know its length.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    try:
+        return IterableLoader(loader, len(loader))
+    except TypeError as error:
+        raise UsageError(
+            f"The length of the DataLoader's {type(loader.dataset).__name__} is not known, and an epoch is a number of "
+            "batches. Give the data set a __len__()."
+        ) from error
