@@ -165,13 +165,14 @@ class ParallelModel:
             x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs. The first dim of
                 the first tensor is the batch. Every tensor with the same first size is cut into microbatches along
                 that dim, whatever it means there; each microbatch gets all other tensors whole.
-            y: the target of ``loss_fn``; the first dim of its tensors is the batch.
+            y: the target of ``loss_fn``: a tensor, or a tuple or dict of tensors, whose first dim is the batch. Each
+                microbatch gets everything else in it whole.
             share: factor of the gradients: the batch's part of all samples of the next update. The loss is always the
                 mean over this batch.
 
         Raises:
-            UsageError: structure, dtype or shape of the inputs differ from the example inputs, or the data-parallel
-                replicas cannot share the batch evenly.
+            UsageError: structure, dtype or shape of the inputs differ from the example inputs, the data-parallel
+                replicas cannot share the batch evenly, or a tensor requires grad.
             WorkerError: a rank failed; all are ended.
         """
         return self._train("forward_backward", x, y, return_outputs, share)

@@ -62,8 +62,10 @@ def parallelize(
         model: any module that torch.export can trace, on any device but meta.
         devices: number of ranks; under a launcher, the number of processes that it started.
         example_inputs, batch_size: as in `plan`.
-        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. A
-            CUDA graph does not run its Python code again: pass numbers that change as part of the target.
+        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. The
+            tensors of a module or `functools.partial` are copied to each rank's device. They cannot be trained: put
+            what has parameters into the model. A CUDA graph does not run its Python code again: pass numbers that
+            change as part of the target.
         optimizer: builds an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. The
             planner calls it with small parameters of the same names. Each rank calls it with all parameters of the
             model; the optimizer keeps the parameters, or shards of them, that the rank updates. Parameters of other
@@ -82,7 +84,8 @@ def parallelize(
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
-        UsageError, TraceError, InfeasibleError: as `plan`.
+        UsageError, TraceError, InfeasibleError: as `plan`; or a callable cannot be used, such as an optimizer of other
+            parameters than it is given.
         PlanError: the plan does not fit the model or the devices.
         WorkerError: a worker did not start.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from autopar.api.model import ParallelModel
 from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
-from autopar.ir.units import plural
+from autopar.ir.units import of_type, plural
 from autopar.train.callbacks import Callback
 from autopar.train.data.loader import Batch, IterableLoader, Loader, PartLoader, check_equal_parts
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
@@ -66,8 +66,8 @@ class Trainer:
     def __init__(
         self,
         pm: ParallelModel,
-        train_loader: Loader | DataLoader[Any],
-        eval_loader: Loader | DataLoader[Any] | None = None,
+        train_loader: Loader | Iterable[Any],
+        eval_loader: Loader | Iterable[Any] | None = None,
         *,
         epochs: int,
         grad_accum_steps: int = 1,
@@ -80,9 +80,10 @@ class Trainer:
         """Prepare; nothing runs yet.
 
         Args:
-            train_loader: from `autopar.train.training_loader`, or a DataLoader of your own. Each of its batches is one
-                call of the model.
-            grad_accum_steps: batches of an update.
+            train_loader: from `autopar.train.training_loader`, or an iterable of pairs (x, y) with a length, such as a
+                DataLoader. Each of its batches is one call of the model.
+            grad_accum_steps: batches of an update, which weighs all samples equally. Those of an iterable are read
+                before the update, because they may differ in size.
             schedule: when the learning-rate scheduler steps: never, after each update, after each epoch, or after both
                 as timm's schedulers do.
             ema: evaluate the averaged weights as well; `parallelize` must have been given ``ema=``.
@@ -90,8 +91,8 @@ class Trainer:
             settings: plain values by name that must equal those of a checkpoint from which the run resumes.
 
         Raises:
-            UsageError: a number is out of range, or a DataLoader has no length, or batches that the replicas cannot
-                share evenly.
+            UsageError: a number is out of range, a loader has no length, or the data-parallel replicas cannot share a
+                DataLoader's batches evenly.
         """
         if epochs < 1 or grad_accum_steps < 1:
             raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
@@ -327,18 +328,18 @@ class Trainer:
         self.saved = self.position
 
 
-def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
-    """A DataLoader as a `Loader`; a `Loader` as it is.
+def as_loader(loader: Loader | Iterable[Any]) -> Loader:
+    """An iterable of batches as a `Loader`; a `Loader` as it is.
 
     Raises:
-        UsageError: the DataLoader does not know its length.
+        UsageError: the iterable has no length.
     """
-    if not isinstance(loader, DataLoader):
+    if isinstance(loader, Loader):
         return loader
     try:
-        return IterableLoader(loader, len(loader))
+        return IterableLoader(loader, len(loader))  # type: ignore[arg-type]
     except TypeError as error:
         raise UsageError(
-            f"The length of the DataLoader's {type(loader.dataset).__name__} is not known, and an epoch is a number of "
-            "batches. Give the data set a __len__()."
+            f"The length of the loader, {of_type(loader)}, is not known, and an epoch is a number of batches: {error}. "
+            "Give it, or its data set, a __len__()."
         ) from error

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Batch(NamedTuple):
     count: int
 
 
+@runtime_checkable
 class Loader(Protocol):
     """Source of batches for a `autopar.train.Trainer`."""
 

@@ -78,7 +78,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "partial": ({"loss_fn": functools.partial(F.cross_entropy, weight=WEIGHT.clone().requires_grad_())}, "`weight`"),
     "global": ({"loss_fn": lambda output, _: output.mean() + PENALTY.weight.sum()}, r"`PENALTY\.weight` \[2, 2\], "),
     "penalty": (
-        {"loss_fn": lambda output, target, weight=MODEL[0].weight: output.mean() + weight.norm()},
+        {"loss_fn": lambda output, target, weight=next(MODEL.parameters()): output.mean() + weight.norm()},
         r"`weight` \[16, 8\], the model's 0\.weight\. Ranks have copies",
     ),
     "ema": ({"ema": 0.999}, "ema= is a float, which cannot be called"),

@@ -121,7 +121,7 @@ class Labelled:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataLoader(Stream(), batch_size=10), r"of the DataLoader's Stream is not known, .* a __len__\(\)"),
+        (lambda: DataLoader(Stream(), batch_size=10), "loader, a DataLoader, is not known, .*'Stream' has no"),
         (
             lambda: DataLoader(Short(), batch_size=10),
             r"The loader ended after 5 batches of epoch 1; its len\(\) is 7\.",
