@@ -20,6 +20,10 @@ class UsageError(AutoparError):
     """An argument, a name, or an input tensor is not what the call needs."""
 
 
+class MissingAttributeError(UsageError, AttributeError):
+    """An object has no such attribute, unlike its counterpart in PyTorch; the message says what to use instead."""
+
+
 class PlanError(UsageError):
     """A plan file is broken, stale, or made for another model; the message names the field."""
 

@@ -3,7 +3,7 @@
 Question: how does an unmodified model become one that trains on several devices? In: a model and keyword arguments.
 Out: a `ParallelModel`. A call of ``parallelize`` checks its arguments and then takes four steps::
 
-    parallelize(model)                       api/parallelize.py
+    parallelize(model)                       api/parallelize.py, api/recipe_check.py: the user's callables tried
      ├─ lower_example(request)  → Graph      api/planning/plan.py, trace/lower.py: export, then every pass by name
      ├─ plan_graph(graph)       → Plan       api/planning/plan.py, solve/search.py: costs, search, refinement
      ├─ ProgramCache(plan)      → Program[]  api/program_cache.py, sharding/shard_graph.py, codegen/split.py

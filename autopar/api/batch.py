@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.errors import UsageError
@@ -14,6 +16,8 @@ from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import Spec, flatten, unflatten
 from autopar.ir.units import of_type
 from autopar.trace.call import Call, split_leaves
+
+MAX_NAMED = 3  # attributes that an error lists
 
 
 def check_call(call: Call, graph: Graph, model_name: str) -> None:
@@ -34,7 +38,8 @@ def check_call(call: Call, graph: Graph, model_name: str) -> None:
             continue
         value = values[traced.name]
         if not isinstance(leaf, torch.Tensor):
-            raise UsageError(f"Input {value.name} of {model_name} is {of_type(leaf)}, expected a tensor.")
+            remedy = " Pass torch.as_tensor(input)." if isinstance(leaf, np.ndarray) else ""
+            raise UsageError(f"Input {value.name} of {model_name} is {of_type(leaf)}, expected a tensor.{remedy}")
         dtype = dtype_name(leaf.dtype)
         if dtype != value.dtype:
             raise UsageError(
@@ -102,10 +107,34 @@ def check_real(tree: Any, what: str, rank: int) -> None:
         )
 
 
+def check_detached(tree: Any, what: str) -> None:
+    """Refuse tensors that require grad: a training step returns no gradients of them.
+
+    Args:
+        tree: the inputs or targets of the caller.
+        what: "input" or "target".
+
+    Raises:
+        UsageError: one of the tensors requires grad.
+    """
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise UsageError(
+                f"The {what} of shape {list(leaf.shape)} requires grad, but a training step returns gradients of the "
+                "model's parameters only. Pass it as .detach(), and train what computed it as part of the model."
+            )
+
+
 def check_targets(leaves: Sequence[Any], batch: int) -> None:
-    """Raise a UsageError if the first size of a target tensor is not the batch."""
+    """Check that microbatches can be cut out of targets.
+
+    Raises:
+        UsageError: the first size of a target tensor is not the batch, or an object hides tensors from the cut.
+    """
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] != batch:
+        if not isinstance(leaf, torch.Tensor):
+            check_cuttable(leaf)
+        elif leaf.ndim > 0 and leaf.shape[0] != batch:
             raise UsageError(
                 f"A target has shape {list(leaf.shape)} for a batch of {batch}: its first dim must be the batch."
             )
@@ -115,3 +144,28 @@ def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
     """Targets of each microbatch; `check_targets` has passed."""
     leaves, spec = flatten(targets)
     return [unflatten(part, spec) for part in split_leaves(leaves, batch, sizes)]
+
+
+def check_cuttable(leaf: Any) -> None:
+    """Refuse numpy arrays and objects that hold tensors as targets: each microbatch would get them whole.
+
+    Raises:
+        UsageError: the leaf is one of them.
+    """
+    if isinstance(leaf, np.ndarray):
+        raise UsageError(
+            f"A target is a numpy array of shape {list(leaf.shape)}, which cannot be cut into microbatches. Pass "
+            "torch.as_tensor(target)."
+        )
+    names = [f.name for f in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", {})
+    inside = [name for name in names if holds_tensor(getattr(leaf, name, None))]
+    if inside:
+        raise UsageError(
+            f"A target is {of_type(leaf)} with tensors in {', '.join(inside[:MAX_NAMED])}, which cannot be cut into "
+            "microbatches. Pass a dict or tuple of tensors."
+        )
+
+
+def holds_tensor(tree: Any) -> bool:
+    """Whether a nested structure holds a tensor."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(tree)[0])

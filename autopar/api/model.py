@@ -10,15 +10,17 @@ from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from autopar.api.batch import check_detached
 from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import BatchRequest, Dispatcher
+from autopar.api.module_attributes import OF_MODEL, OF_SCHEDULER, missing_attribute
 from autopar.api.precision import warn_of_autocast
 from autopar.api.program_cache import ProgramCache
 from autopar.api.state_dict import misfit
@@ -172,13 +174,14 @@ class ParallelModel:
             x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs. The first dim of
                 the first tensor is the batch. Every tensor with the same first size is cut into microbatches along
                 that dim, whatever it means there; each microbatch gets all other tensors whole.
-            y: the target of ``loss_fn``; the first dim of its tensors is the batch.
+            y: the target of ``loss_fn``: a tensor, or a tuple or dict of tensors, whose first dim is the batch. Each
+                microbatch gets everything else in it whole.
             share: factor of the gradients: the batch's part of all samples of the next update. The loss is always the
                 mean over this batch.
 
         Raises:
-            UsageError: structure, dtype or shape of the inputs differ from the example inputs, or the data-parallel
-                replicas cannot share the batch evenly.
+            UsageError: structure, dtype or shape of the inputs differ from the example inputs, the data-parallel
+                replicas cannot share the batch evenly, or a tensor requires grad.
             WorkerError: a rank failed; all are ended.
         """
         return self._train("forward_backward", x, y, return_outputs, share)
@@ -232,6 +235,8 @@ class ParallelModel:
             check_share(share)
             call = as_call(self._model, x)
             call = self._programs.bind_call(call.args, call.kwargs)
+            check_detached(call.leaves, "input")
+            check_detached(y, "target")
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
@@ -420,6 +425,17 @@ class ParallelModel:
         finally:
             self._ranks.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "A ParallelModel cannot be pickled or copied: its weights are on running ranks. Save pm.state_dict(), or "
+            "all of the training by pm.save_checkpoint(folder)."
+        )
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name, OF_MODEL)
+
     def __enter__(self) -> ParallelModel:
         return self
 
@@ -471,3 +487,8 @@ class SchedulerHandle:
     def get_last_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return max(self._dispatcher.call_all("learning_rates").values(), key=len)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name, OF_SCHEDULER)

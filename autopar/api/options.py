@@ -33,7 +33,8 @@ class Options(PlanConstraints):
     Args:
         backend: gloo (CPU) or nccl (GPU).
         compile: run the stages through torch.compile; by default on GPUs.
-        cuda_graph: replay whole training steps as CUDA graphs; by default on GPUs.
+        cuda_graph: replay whole training steps as CUDA graphs; by default on GPUs. `forward_backward`, the
+            `train_step` after it, and steps under fp16 run without.
         transport: what carries tensors between the GPUs of a pipeline or of a tensor-parallel group. "symmetric" is
             peer access to symmetric memory; "auto" uses it where it can and "nccl" elsewhere.
         clip_grad_norm: largest 2-norm of all gradients together.

@@ -23,6 +23,7 @@ from autopar.api.planning.plan import PlanRequest, check_devices, check_model, e
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
+from autopar.api.recipe_check import check_recipe, try_recipe
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import PlanDependentRandomWarning, UsageError
 from autopar.ir.graph import Graph
@@ -66,8 +67,10 @@ def parallelize(
         model: any module that torch.export can trace, on any device but meta.
         devices: number of ranks; under a launcher, the number of processes that it started.
         example_inputs, batch_size: as in `plan`.
-        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. A
-            CUDA graph does not run its Python code again: pass numbers that change as part of the target.
+        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. The
+            tensors of a module or `functools.partial` are copied to each rank's device. They cannot be trained: put
+            what has parameters into the model. A CUDA graph does not run its Python code again: pass numbers that
+            change as part of the target.
         optimizer: builds an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. The
             planner calls it with small parameters of the same names. Each rank calls it with all parameters of the
             model; the optimizer keeps the parameters, or shards of them, that the rank updates. Parameters of other
@@ -86,7 +89,8 @@ def parallelize(
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
-        UsageError, TraceError, InfeasibleError: as `plan`.
+        UsageError, TraceError, InfeasibleError: as `plan`; or a callable cannot be used, such as an optimizer of other
+            parameters than it is given.
         PlanError: the plan does not fit the model or the devices.
         WorkerError: a worker did not start.
     """
@@ -103,9 +107,12 @@ def parallelize(
     check_device(options.precision if user_plan is None else user_plan.precision, machine)
     request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
     clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
-    recipe = TrainingRecipe(loss_fn or F.cross_entropy, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+    loss_fn = F.cross_entropy if loss_fn is None else loss_fn
+    recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+    check_recipe(recipe, model)
 
     graph = lower_example(request, user_plan)
+    try_recipe(recipe, graph)
     chosen = user_plan or plan_graph(request, graph, planning_hardware(machine, options, devices))
     programs = ProgramCache(model, chosen, call, graph)
     return start(programs, recipe, options, machine)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from autopar.api.module_attributes import OF_RESULT, missing_attribute
 
 # Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
 # more inputs in memory, and report errors further from their cause.
@@ -72,6 +74,11 @@ class StepResult:
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[StepMetrics, Any]]:
         return StepResult, (self.figures, self.outputs)
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(self, name, OF_RESULT)
 
 
 @dataclass(frozen=True)

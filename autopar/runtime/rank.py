@@ -25,7 +25,7 @@ from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.executor import BoundStep, ChunkModule
-from autopar.runtime.engine.loss import in_autocast
+from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices
 from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
@@ -81,6 +81,7 @@ class Rank:
         self.ema = Average(ema, self.weights, {w.name: w for w in spec.weights}) if ema else None
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages are in their place
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
+        self.loss_fn: LossFunction = moved_to(spec.recipe.loss_fn, self.device)
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
         self.bound_steps: dict[tuple, BoundStep] = {}
         self.current_step: BoundStep | None = None
@@ -157,7 +158,7 @@ class Rank:
         key = (request.schedule, request.programs, request.training and request.shape_signature)
         if key not in self.bound_steps:
             schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
-            loss_fn = self.loss_fn() if self.is_last_stage and request.training else None
+            loss_fn = self.step_loss() if self.is_last_stage and request.training else None
             chunks = [self.chunks[k] for k in request.programs]
             step = self.bound_steps[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.flag_recorder,
@@ -166,10 +167,11 @@ class Rank:
             step.after_backward = self.updater.grad_buffer.flush
         return self.bound_steps[key]
 
-    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
-        if self.spec.autocast is None:
-            return self.spec.recipe.loss_fn
-        return in_autocast(self.spec.recipe.loss_fn, self.device, getattr(torch, self.spec.autocast))
+    def step_loss(self) -> LossFunction:
+        """Loss function of a training step, in the plan's precision."""
+        loss_fn = naming_devices(self.loss_fn, self.device)
+        dtype = self.spec.autocast
+        return loss_fn if dtype is None else in_autocast(loss_fn, self.device, getattr(torch, dtype))
 
     # -- steps -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.ir.pytree import Spec, flatten, unflatten
+from autopar.ir.units import of_type
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Call:
                         f"The batch is empty: the first input has shape {list(leaf.shape)}. Pass at least one sample."
                     )
                 return leaf.shape[0]
-        raise UsageError("The model's inputs hold no tensor, so there is no batch to split. Pass at least one tensor.")
+        kinds = " and ".join(sorted({of_type(leaf) for leaf in self.leaves})) or "nothing"
+        raise UsageError(f"The model's inputs are {kinds}: there is no batch to split. Pass at least one tensor.")
 
     def first(self, samples: int) -> Call:
         """The call with only the first ``samples`` samples of every batched tensor."""

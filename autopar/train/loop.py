@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -21,9 +22,9 @@ from torch.utils.data import DataLoader
 from autopar.api.model import ParallelModel
 from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
-from autopar.ir.units import plural
+from autopar.ir.units import of_type, plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import Batch, IgnoreSignals, IterableLoader, Loader
+from autopar.train.data.loader import Batch, IgnoreSignals, IterableLoader, Loader, PartLoader, check_equal_parts
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
 from autopar.train.rank_zero import run_on_rank_zero
 from autopar.train.run.folder import start_again
@@ -36,12 +37,18 @@ SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 @dataclass(frozen=True)
 class LaunchedUpdate:
-    """An update that was launched and whose results are not read yet."""
+    """An update that was launched and whose results are not read yet. ``shares`` has each batch's part of it."""
 
     position: RunPosition
     results: tuple[StepResult, ...]
+    shares: tuple[float, ...]
     samples: int
     lr: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the samples; waits for the results."""
+        return sum(result.loss * share for result, share in zip(self.results, self.shares, strict=True))
 
     @property
     def ready(self) -> bool:
@@ -63,8 +70,8 @@ class Trainer:
     def __init__(
         self,
         pm: ParallelModel,
-        train_loader: Loader | DataLoader[Any],
-        eval_loader: Loader | DataLoader[Any] | None = None,
+        train_loader: Loader | Iterable[Any],
+        eval_loader: Loader | Iterable[Any] | None = None,
         *,
         epochs: int,
         grad_accum_steps: int = 1,
@@ -77,9 +84,10 @@ class Trainer:
         """Prepare; nothing runs yet.
 
         Args:
-            train_loader: from `autopar.train.training_loader`, or a DataLoader of your own. Each of its batches is one
-                call of the model.
-            grad_accum_steps: batches of an update.
+            train_loader: from `autopar.train.training_loader`, or an iterable of pairs (x, y) with a length, such as a
+                DataLoader. Each of its batches is one call of the model.
+            grad_accum_steps: batches of an update, which weighs all samples equally. Those of an iterable are read
+                before the update, because they may differ in size.
             schedule: when the learning-rate scheduler steps: never, after each update, after each epoch, or after both
                 as timm's schedulers do.
             ema: evaluate the averaged weights as well; `parallelize` must have been given ``ema=``.
@@ -87,7 +95,8 @@ class Trainer:
             settings: plain values by name that must equal those of a checkpoint from which the run resumes.
 
         Raises:
-            UsageError: a number is out of range.
+            UsageError: a number is out of range, a loader has no length, or the data-parallel replicas cannot share a
+                DataLoader's batches evenly.
         """
         if epochs < 1 or grad_accum_steps < 1:
             raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
@@ -103,6 +112,8 @@ class Trainer:
                 f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
                 f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
             )
+        if isinstance(train_loader, DataLoader):
+            check_equal_parts(train_loader, steps * grad_accum_steps, pm.plan.mesh.dp // pm.data_size)
         self.position, self.running = RunPosition(1, 0, steps), EpochSums()
         self.history: list[EpochReport] = []
         self.best: float | None = None
@@ -163,22 +174,41 @@ class Trainer:
 
     def update(self, batches: Iterator[Batch]) -> None:
         """Launch one update, of ``grad_accum_steps`` batches."""
-        k = self.grad_accum_steps
-        results, samples = [], 0
+        results, shares, samples = [], [], 0
         lr = max(self.pm.learning_rates(), default=0.0)
-        for i in range(k):
-            batch = next(batches)
-            step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
+        for i, (batch, share) in enumerate(self.with_shares(batches), 1):
+            step = self.pm.train_step if i == self.grad_accum_steps else self.pm.forward_backward
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteLossWarning)  # `report` says more
-                results.append(step(batch.x, batch.y, share=1 / k))
+                results.append(step(batch.x, batch.y, share=share))
+            shares.append(share)
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
-        self.launched.append(LaunchedUpdate(self.position, tuple(results), samples, lr))
+        self.launched.append(LaunchedUpdate(self.position, tuple(results), tuple(shares), samples, lr))
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
         elif self.schedule == "update":
             self.pm.lr_scheduler.step()
+
+    def with_shares(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
+        """The batches of one update, each with its share of the samples.
+
+        Raises:
+            UsageError: the loader ended before.
+        """
+        k = self.grad_accum_steps
+        parts = islice(batches, k)
+        if isinstance(self.train_loader, PartLoader):  # batches of one size, which are read when they are needed
+            yield from ((part, 1 / k) for part in parts)
+            return
+        read = list(parts)
+        if len(read) < k:
+            raise UsageError(
+                f"The loader ended after {self.position.step * k + len(read)} batches of epoch {self.position.epoch}; "
+                f"its len() is {len(self.train_loader)}. Make them agree."
+            )
+        samples = sum(part.count for part in read)
+        yield from ((part, part.count / samples) for part in read)
 
     def report_steps(self, all_of_them: bool = False) -> None:
         """Report updates whose results are known to callbacks; with ``all_of_them``, wait for all.
@@ -195,7 +225,7 @@ class Trainer:
         """Report of an update; waits for its results."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteLossWarning)  # the TrainingError below says more
-            loss = sum(result.loss for result in update.results) / self.grad_accum_steps
+            loss = update.loss
         last, position = update.results[-1], update.position
         if not isfinite(loss) and not last.skipped:
             raise self.not_finite(loss, update)
@@ -327,10 +357,22 @@ class Trainer:
         self.saved = self.position
 
 
-def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
-    """A DataLoader as a `Loader`, with processes that ignore signals; a `Loader` as it is."""
-    if not isinstance(loader, DataLoader):
+def as_loader(loader: Loader | Iterable[Any]) -> Loader:
+    """An iterable of batches as a `Loader`; processes of a DataLoader ignore signals. A `Loader` as it is.
+
+    Raises:
+        UsageError: the iterable has no length.
+    """
+    if isinstance(loader, Loader):
         return loader
-    own = copy(loader)  # the caller's stays as it is
-    own.worker_init_fn = IgnoreSignals(loader.worker_init_fn)
-    return IterableLoader(own, len(loader))
+    if isinstance(loader, DataLoader):
+        own = copy(loader)  # the caller's stays as it is
+        own.worker_init_fn = IgnoreSignals(loader.worker_init_fn)
+        loader = own
+    try:
+        return IterableLoader(loader, len(loader))  # type: ignore[arg-type]
+    except TypeError as error:
+        raise UsageError(
+            f"The length of the loader, {of_type(loader)}, is not known, and an epoch is a number of batches: {error}. "
+            "Give it, or its data set, a __len__()."
+        ) from error

@@ -46,6 +46,19 @@ def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("kind", ["module", "partial"])
+def test_weights_of_a_loss_are_copied_to_its_rank(device: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model, x, y, weight = tiny_vit(), torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,)), torch.rand(10)
+    expected = F.cross_entropy(model(x), y, weight).item()
+    given = weight.to(device)
+    loss_fn = nn.CrossEntropyLoss(given) if kind == "module" else functools.partial(F.cross_entropy, weight=given)
+    with autopar.parallelize(model, 2, x, loss_fn=loss_fn, pp=2, microbatches=1) as pm:
+        assert pm.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-3)
+    assert given.device == torch.device(device) and given.cpu().equal(weight)
+
+
 @pytest.mark.parametrize(
     ("model", "x", "y", "microbatches", "loss_fn"),
     [

@@ -242,8 +242,8 @@ def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, 
                 "Pass one of them."
             )
         return call
-    if batch_size is not None and batch_size < 1:
-        raise UsageError(f"batch_size={batch_size} must be at least 1.")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise UsageError(f"batch_size={batch_size!r} must be a whole number of at least 1.")
     if shape is not None:
         shape = (batch_size or shape[0], *shape[1:])
     else:

@@ -182,17 +182,15 @@ def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: Checkp
     number, error = cause(exception)
     if isinstance(error, CheckpointError):
         return error
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = text(shutil.disk_usage(existing).free, BYTES)
-    needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
     before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
-    nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
-    remedy = (
-        f"Make room, or choose another folder{nodes}, and save again."
-        if isinstance(error, OSError)
-        else "Optimizer, scheduler and averages need a state_dict() that works."
-    )
+    if isinstance(error, OSError):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = text(shutil.disk_usage(existing).free, BYTES)
+        needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
+        nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
+        remedy = f"{needed}{before}Make room, or choose another folder{nodes}, and save again."
+    else:
+        remedy = f"{before}Training can go on; mend the state_dict() of the optimizer or the scheduler that raised it."
     return CheckpointError(
-        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(spec.mesh, number)}. "
-        f"{needed if isinstance(error, OSError) else ''}{before}{remedy}"
+        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(spec.mesh, number)}. {remedy}"
     )

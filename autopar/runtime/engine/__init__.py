@@ -8,10 +8,10 @@ Reading order:
     executor.py        BoundStep: a schedule bound to modules, peers and tags, then run
     send_lifetimes.py  at which action each send buffer may be freed
     staging.py         inputs copied to the GPU on a side stream
-    loss.py            the loss function under autocast
+    loss.py            the loss function on the rank's device and under autocast
     timer.py           time marks on the host or in a stream
     metrics.py         losses and norm, read from the GPU without stalling it
     cuda_graph.py      whole training steps as CUDA graphs
     recorded_flags.py  flags between hosts, recorded and replayed for CUDA graphs
-    closure_guard.py   fingerprint of the Python values that loss_fn reads
+    closure_guard.py   Python values and tensors that loss_fn reads
 """

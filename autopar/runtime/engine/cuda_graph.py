@@ -22,6 +22,7 @@ from autopar.errors import CaptureWarning, UsageError
 from autopar.ir.pytree import leaves, tree_map
 from autopar.runtime.engine.closure_guard import closure_fingerprint
 from autopar.runtime.engine.executor import BoundStep, StepData
+from autopar.runtime.engine.loss import LossFunction
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.optim.probe import nested
 from autopar.runtime.optim.step import Updater
@@ -76,6 +77,7 @@ class CapturableRank(Protocol):
     updater: Updater
     flag_recorder: FlagRecorder
     trainable: dict[str, torch.nn.Parameter]
+    loss_fn: LossFunction
     current_step: BoundStep | None
     has_pending_grads: bool
 
@@ -170,7 +172,7 @@ class CudaGraphCache:
 
     def read_closure(self) -> Mapping[str, str]:
         """Fingerprint of the Python values that this rank's loss function reads; empty without one."""
-        return closure_fingerprint(self.rank.spec.recipe.loss_fn) if self.rank.is_last_stage else {}
+        return closure_fingerprint(self.rank.loss_fn) if self.rank.is_last_stage else {}
 
     def capture(self, cached: CachedStep, request: StepRequest) -> None:
         """Capture the graph, on all ranks or none; weights and state do not change."""
@@ -295,9 +297,31 @@ def copy_step_data(static: StepData, source: StepData) -> None:
 
 
 def is_capturable(optimizer: Optimizer) -> bool:
-    """Whether every group has torch's ``capturable``: the optimizer keeps no changing number on the host."""
+    """Whether a graph can hold the optimizer's whole step, without Python code that each step has to run again.
+
+    Every group has torch's ``capturable``: the optimizer keeps no changing number on the host. This says nothing of
+    hooks on the step, or of a subclass with a step of its own.
+    """
     is_single = list(nested(optimizer)) == [optimizer]
-    return is_single and all(group.get("capturable") for group in optimizer.param_groups)
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return (
+        is_single
+        and not hooked
+        and not overrides_step(type(optimizer))
+        and all(group.get("capturable") for group in optimizer.param_groups)
+    )
+
+
+def overrides_step(kind: type[Optimizer]) -> bool:
+    """Whether a subclass of one of torch's optimizers has its own ``step``."""
+    bases = kind.__mro__[: kind.__mro__.index(Optimizer)]
+    # Not "step" in vars(kind): torch wraps the step of each class and sets it on that class, and keeps its module.
+    return any(map(is_of_torch, bases)) and not is_of_torch(kind.step)
+
+
+def is_of_torch(thing: Any) -> bool:
+    """Whether a class or function comes from torch.optim."""
+    return thing.__module__.startswith("torch.optim.")
 
 
 def make_capturable(optimizer: Optimizer | None) -> None:

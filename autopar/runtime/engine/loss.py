@@ -1,13 +1,59 @@
-"""The user's loss function under torch.autocast."""
+"""The user's loss function on a rank's device and under torch.autocast."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+from autopar.errors import UsageError
+from autopar.runtime.engine.closure_guard import closure_tensors
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def moved_to(thing: Any, device: torch.device) -> Any:
+    """A loss function whose modules and partials have their tensors on a device; the user's objects do not change.
+
+    What is on the device already is returned itself, so that numbers which the user changes are still seen.
+    """
+    if isinstance(thing, torch.Tensor):
+        return thing.to(device)
+    if isinstance(thing, nn.Module):
+        elsewhere = any(tensor.device != device for tensor in [*thing.parameters(), *thing.buffers()])
+        return copy.deepcopy(thing).to(device) if elsewhere else thing
+    if type(thing) is functools.partial:
+        before = [thing.func, *thing.args, *thing.keywords.values()]
+        function, *values = (moved_to(value, device) for value in before)
+        if any(new is not old for new, old in zip([function, *values], before, strict=True)):
+            named = dict(zip(thing.keywords, values[len(thing.args) :], strict=True))
+            return functools.partial(function, *values[: len(thing.args)], **named)
+    return thing
+
+
+def naming_devices(loss_fn: LossFunction, device: torch.device) -> LossFunction:
+    """``loss_fn`` whose errors on a device name the tensors that it reads on other ones, if there are any."""
+    elsewhere = {place: t.device for place, t in closure_tensors(loss_fn).items() if t.device != device}
+    if not elsewhere:
+        return loss_fn
+
+    def loss_naming_devices(output: Any, target: Any) -> torch.Tensor:
+        try:
+            return loss_fn(output, target)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            listed = ", ".join(f"`{place}` on {other}" for place, other in elsewhere.items())
+            raise UsageError(
+                f"loss_fn fails on {device}: {error}. It reads {listed}. Pass a module with buffers or a "
+                "functools.partial, whose tensors are moved to each rank's device, or move them to output.device."
+            ) from error
+
+    return loss_naming_devices
 
 
 def in_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype) -> LossFunction:

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch import nn
 
 from autopar.ir.units import of_type
 from autopar.runtime.launch.shared_memory import SharedMemory, Slot
@@ -73,12 +74,17 @@ class WorkerChannel:
 
 
 class CodePickler(cloudpickle.Pickler):
-    """Pickles functions together with the names of their source files.
+    """Pickles functions together with the names of their source files, and tensors of GPUs as tensors on the CPU.
 
-    cloudpickle omits the file name since 3.1.3; then a worker's traceback does not show the user's line.
+    cloudpickle omits the file name since 3.1.3; then a worker's traceback does not show the user's line. A tensor would
+    arrive on the caller's GPU, in each worker.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            on_cpu = obj.detach().cpu()
+            on_cpu = nn.Parameter(on_cpu, obj.requires_grad) if isinstance(obj, nn.Parameter) else on_cpu
+            return on_cpu.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
         reduced = self.dispatch_table[CodeType](obj)

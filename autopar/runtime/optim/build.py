@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, UsageError
-from autopar.ir.units import of_type
+from autopar.ir.units import of_type, plural
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.optim.probe import (
     ParamKind,
@@ -104,7 +104,7 @@ def made(make: Callable[[Parameters], Optimizer], named: Mapping[str, nn.Paramet
     """Optimizer that the user's callable returns for parameters by name.
 
     Raises:
-        UsageError: the callable fails, or returns no optimizer.
+        UsageError: the callable fails, returns no optimizer, or an optimizer of other tensors than it was given.
     """
     try:
         optimizer = make(Parameters(named))
@@ -119,7 +119,27 @@ def made(make: Callable[[Parameters], Optimizer], named: Mapping[str, nn.Paramet
             f"optimizer={name_of(make)} returns {of_type(optimizer)}; it must return a torch.optim.Optimizer, "
             "such as functools.partial(torch.optim.AdamW, lr=1e-3) does."
         )
+    check_parameters(optimizer, named, name_of(make))
     return optimizer
+
+
+def check_parameters(optimizer: Optimizer, named: Mapping[str, nn.Parameter], make: str) -> None:
+    """Check that an optimizer has no other tensors than the parameters that its callable, ``make``, was given.
+
+    Raises:
+        UsageError: it has, such as the parameters of the model that parallelize was given.
+    """
+    given = {id(p) for p in named.values()}
+    tensors = [p for own in nested(optimizer) for group in own.param_groups for p in group["params"]]
+    foreign = [p for p in tensors if id(p) not in given]
+    if foreign:
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"optimizer={make} returns {name} of {plural(len(tensors), 'tensor')}, of which {len(foreign)} are not "
+            f"among the {len(named)} parameters that it was given; the first one has shape {list(foreign[0].shape)}. "
+            f"Use the callable's argument instead of model.parameters(): lambda params: {name}(params, …). What else "
+            "is to be trained has to be part of the model."
+        )
 
 
 def use_fused_kernels(optimizer: Optimizer) -> None:

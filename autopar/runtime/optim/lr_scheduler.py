@@ -8,17 +8,21 @@ from typing import Any
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, UsageError
+from autopar.ir.units import of_type
+from autopar.runtime.optim.probe import nested
+
+METHODS = ("step", "state_dict", "load_state_dict")  # of a scheduler that are called
 
 
 def scheduler_of(make: Callable[[Optimizer], Any], optimizer: Optimizer | None) -> Any:
     """Scheduler that the user's callable returns; None keeps the learning rate constant.
 
     Raises:
-        UsageError: the callable fails.
+        UsageError: the callable fails, or returns what is no scheduler of this optimizer.
     """
     assert optimizer is not None
     try:
-        return make(optimizer)
+        scheduler = make(optimizer)
     except AutoparError:
         raise
     except Exception as error:
@@ -26,6 +30,19 @@ def scheduler_of(make: Callable[[Optimizer], Any], optimizer: Optimizer | None) 
             f"lr_scheduler= fails for {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups: "
             f"{type(error).__name__}: {error}"
         ) from error
+    missing = [name for name in METHODS if not callable(getattr(scheduler, name, None))]
+    if scheduler is not None and missing:
+        raise UsageError(
+            f"lr_scheduler= returns {of_type(scheduler)}, which has no {', '.join(missing)}: "
+            "pm.lr_scheduler.step and checkpoints call them. Add them, or return one of torch.optim.lr_scheduler."
+        )
+    other = getattr(scheduler, "optimizer", None)
+    if isinstance(other, Optimizer) and all(other is not own for own in nested(optimizer)):
+        raise UsageError(
+            f"lr_scheduler= returns {of_type(scheduler)} of another optimizer, {of_type(other)}. Use the callable's "
+            f"argument: lambda optimizer: {type(scheduler).__name__}(optimizer, …)."
+        )
+    return scheduler
 
 
 def step_scheduler(scheduler: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
+from autopar.ir.pytree import leaves
+from autopar.ir.units import of_type, plural
 from autopar.train.data.datasets import Data
 from autopar.train.data.images import Images
 from autopar.train.data.mixup import Mixup, check_even
@@ -33,6 +35,7 @@ class Batch(NamedTuple):
     count: int
 
 
+@runtime_checkable
 class Loader(Protocol):
     """Source of batches for a `autopar.train.Trainer`."""
 
@@ -209,10 +212,54 @@ class IterableLoader:
         return self.length
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """Batches of an epoch; see `Loader`.
+
+        Raises:
+            UsageError: a batch is no pair of inputs and targets.
+        """
         del number
-        for i, (x, y) in enumerate(self.batches):
+        for i, batch in enumerate(self.batches):
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                holds = f" with {', '.join(map(repr, batch))}" if isinstance(batch, dict) else ""
+                raise UsageError(
+                    f"Batch {i} of the loader is {of_type(batch)}{holds}; it must be a pair (x, y), the model's input "
+                    "and the target of loss_fn. Give the DataLoader a collate_fn that returns one."
+                )
             if i >= first:
-                yield Batch(x, y, len(y))
+                x, y = batch
+                yield Batch(x, y, num_samples(x, y))
+
+
+def num_samples(x: Any, y: Any) -> int:
+    """Samples of a batch: the first size of the first tensor among the targets, or else among the inputs."""
+    return next(leaf.shape[0] for leaf in leaves((y, x)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)
+
+
+def check_equal_parts(loader: DataLoader[Any], num_batches: int, replicas: int) -> None:
+    """Check that replicas can share each batch evenly, as far as the DataLoader says how large they are.
+
+    Args:
+        num_batches: batches of an epoch that are trained on.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
+        return
+    size, samples = batches.batch_size, len(batches.sampler)  # type: ignore[arg-type]
+    last = samples - size * (num_batches - 1)
+    if size % replicas:
+        remedy = f"Use a batch_size that is a multiple of {replicas}"
+    elif last < size and last % replicas:
+        remedy = "Pass drop_last=True to the DataLoader"
+    else:
+        return
+    smaller = f", the last one of {last}" if last < size else ""
+    raise UsageError(
+        f"The loader makes {plural(samples, 'sample')} into batches of {size}{smaller}, "
+        f"and {replicas} data-parallel replicas train on equal parts of each. {remedy}."
+    )
 
 
 def training_loader(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -60,6 +60,17 @@ def two() -> Iterator[ParallelModel]:
 IMAGES, LABELS = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    classes: torch.Tensor
+    note: str = ""
+
+
+class Boxes:
+    def __init__(self, corners: torch.Tensor) -> None:
+        self.corners = [corners]
+
+
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
@@ -71,6 +82,12 @@ IMAGES, LABELS = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
         (torch.randn(4, 1, 32, 32), LABELS, r"does not take inputs of shape \[2, 1, 32, 32\]"),
         (IMAGES[:0], LABELS[:0], r"The batch is empty: the first input has shape \[0, 3, 32, 32\]\. Pass at least one"),
         ([IMAGES.tolist()], LABELS, "structure|tensor"),
+        (IMAGES.numpy(), LABELS, r"Input x of .* is a ndarray, expected a tensor\. Pass torch\.as_tensor\(input\)"),
+        (IMAGES, LABELS.numpy(), r"A target is a numpy array of shape \[4\], .* Pass torch\.as_tensor\(target\)"),
+        (IMAGES, Labels(LABELS), "A target is a Labels with tensors in classes, .* Pass a dict or tuple of tensors"),
+        (IMAGES, {"a": Boxes(LABELS)}, "A target is a Boxes with tensors in corners, "),
+        (IMAGES.clone().requires_grad_(), LABELS, r"The input of shape \[4, 3, 32, 32\] requires grad, .*\.detach\(\)"),
+        (IMAGES, torch.rand(4, 10).requires_grad_(), r"The target of shape \[4, 10\] requires grad"),
         (IMAGES, LABELS[:3], r"A target has shape \[3\] for a batch of 4: its first dim must be the batch"),
         (IMAGES, {"a": LABELS, "b": torch.zeros(5, 2)}, r"A target has shape \[5, 2\] for a batch of 4"),
     ],
@@ -79,6 +96,10 @@ def test_inputs_that_do_not_fit(vit: ParallelModel, x: Any, y: Any, message: str
     with pytest.raises(UsageError, match=message):
         vit.forward_backward(x, y)
     assert vit.forward_backward(IMAGES, LABELS).loss > 0  # it still works
+
+
+def test_outputs_alone_need_no_detached_inputs(vit: ParallelModel) -> None:
+    assert vit(IMAGES.clone().requires_grad_()).equal(vit(IMAGES))
 
 
 def test_a_wrong_shape_brings_no_advice_on_tracing(vit: ParallelModel) -> None:

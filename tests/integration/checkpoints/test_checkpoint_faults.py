@@ -457,6 +457,11 @@ class Watching(torch.optim.lr_scheduler.StepLR):
         return super().state_dict() | {"watch": Path("here")}
 
 
+class Refusing(torch.optim.lr_scheduler.StepLR):
+    def state_dict(self) -> dict[str, Any]:
+        raise ArithmeticError("no state today")
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with small() as pm, unchanged(pm):
@@ -467,5 +472,9 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     watching = functools.partial(Watching, step_size=1)
     message = r"The scheduler state cannot be saved: .*keep other objects out of state_dict\(\)"
     with small(lr_scheduler=watching) as pm, unchanged(pm), pytest.raises(CheckpointError, match=message):
+        pm.save_checkpoint(tmp_path)
+    refusing = functools.partial(Refusing, step_size=1)
+    message = r"ArithmeticError: no state today on rank 0 \(stage 0\)\. Training can go on; mend the state_dict\(\)"
+    with small(lr_scheduler=refusing) as pm, unchanged(pm), pytest.raises(CheckpointError, match=message):
         pm.save_checkpoint(tmp_path)
     assert list(tmp_path.glob("data-*")) == []

@@ -65,6 +65,42 @@ def test_only_optimizers_that_count_on_the_device_are_captured() -> None:
     assert not is_capturable(sgd)
 
 
+class Counting(torch.optim.AdamW):
+    """Counts its steps in Python, which a replay would not run."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """Adds nothing to the step."""
+
+
+class OfItsOwn(torch.optim.Optimizer):
+    """Has torch's option, and so keeps its numbers on the device."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "capturable": False})
+
+    def step(self, closure: Any = None) -> Any: ...
+
+
+def test_python_of_a_step_is_not_captured() -> None:
+    kinds = (torch.optim.AdamW, Renamed, OfItsOwn, Counting)
+    optimizers = [optimizer_of(kind) for kind in kinds]
+    for optimizer in optimizers:
+        make_capturable(optimizer)
+    assert [is_capturable(optimizer) for optimizer in optimizers] == [True, True, True, False]
+    torch.optim.lr_scheduler.StepLR(optimizers[1], 1)
+    assert is_capturable(optimizers[1])
+    for register in (optimizers[0].register_step_pre_hook, optimizers[0].register_step_post_hook):
+        hook = register(lambda *_: None)
+        assert not is_capturable(optimizers[0])
+        hook.remove()
+        assert is_capturable(optimizers[0])
+
+
 def test_all_numbers_of_a_parameter_are_kept_where_it_is() -> None:
     """Even scalars from before the optimizer was made capturable (NAdam's product of momenta)."""
     optimizer = optimizer_of(torch.optim.NAdam)

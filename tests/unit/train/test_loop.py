@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.handmade import in_threads
 from support.train_cli import losses
 from support.training import ADAMW, Record, digits, parallel, small, trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import autopar
 from autopar.errors import TrainingError, UsageError
@@ -73,6 +74,89 @@ def test_a_loader_of_the_users_own():
         history = Trainer(pm, loader, loader, epochs=2, callbacks=(record,)).fit()
     assert record.calls.count("step 2.4") == 1 and len(history) == 2
     assert history[1].loss < history[0].loss
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __iter__(self):
+        return iter(SAMPLES)
+
+
+class Short(Stream):
+    """Says that it has more samples than it has."""
+
+    def __len__(self) -> int:
+        return 70
+
+
+SAMPLES = TensorDataset(torch.randn(50, 1, 8, 8), torch.arange(50) % 10)
+
+
+@pytest.mark.parametrize(
+    "target", [lambda y: y, lambda y: {"labels": y}, lambda y: (y, y)], ids=["tensor", "dict", "tuple"]
+)
+def test_a_ragged_last_batch_weighs_each_sample_once(target: Any):
+    """50 samples in batches of 20, 20 and 10 are one update: as on all of them, whatever holds the targets."""
+    loss_fn = Labelled()
+    collate = lambda samples: (torch.stack([x for x, _ in samples]), target(torch.stack([y for _, y in samples])))  # noqa: E731
+    states, reports = [], []
+    for size, k in ((20, 3), (50, 1)):
+        loader = DataLoader(SAMPLES, batch_size=size, collate_fn=collate)
+        with parallel(size, loss_fn=loss_fn, microbatches=1) as pm:
+            reports.append(Trainer(pm, loader, epochs=1, grad_accum_steps=k).fit()[0])
+            states.append(pm.state_dict())
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-5)
+    assert all(torch.allclose(t, states[1][n], atol=1e-6) for n, t in states[0].items())
+
+
+class Labelled:
+    """Cross-entropy of labels, or of the first of several targets."""
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        y = target["labels"] if isinstance(target, dict) else target
+        return nn.functional.cross_entropy(output, y[0] if isinstance(y, tuple) else y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=10), "loader, a DataLoader, is not known, .*'Stream' has no"),
+        (
+            lambda: DataLoader(Short(), batch_size=10),
+            r"The loader ended after 5 batches of epoch 1; its len\(\) is 7\.",
+        ),
+        (
+            lambda: DataLoader([{"x": x, "y": y} for x, y in SAMPLES], batch_size=10),  # type: ignore[arg-type]
+            r"Batch 0 of the loader is a dict with 'x', 'y'; it must be a pair \(x, y\)",
+        ),
+        (lambda: DataLoader(TensorDataset(SAMPLES.tensors[0])), "Batch 0 of the loader is a list; it must be a pair"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_loaders_that_cannot_be_trained_on(make: Any, message: str):
+    with parallel(10) as pm, pytest.raises(UsageError, match=message):
+        Trainer(pm, make(), epochs=1).fit()
+
+
+def test_batches_that_replicas_cannot_share_are_refused_before_they_are_read():
+    x = torch.empty(20, 1, 8, 8)
+    pm = in_threads(small(), autopar.plan(small(), 4, x, dp=4, microbatches=1), x, nn.functional.cross_entropy)
+
+    def trainer(size: int, k: int = 1, **options: Any) -> Trainer:
+        return Trainer(pm, DataLoader(SAMPLES, size, **options), epochs=1, grad_accum_steps=k)
+
+    message = r"The loader makes 50 samples into batches of 20, the last one of 10, and 4 data.*drop_last=True"
+    with pytest.raises(UsageError, match=message):
+        trainer(20)
+    with pytest.raises(UsageError, match=r"batches of 25, and 4 .* Use a batch_size that is a multiple of 4"):
+        trainer(25)
+    pairs = BatchSampler(SequentialSampler(SAMPLES), 6, drop_last=False)
+    with pytest.raises(UsageError, match="into batches of 6, the last one of 2, and 4"):
+        Trainer(pm, DataLoader(SAMPLES, batch_sampler=pairs), epochs=1)
+    trainer(20, drop_last=True)
+    trainer(20, k=2)  # the third batch belongs to no update
+    trainer(16, sampler=range(48))
 
 
 def test_averaged_weights_decide_what_is_best():

@@ -1,0 +1,70 @@
+"""What a PyTorch user looks for on a parallel model and does not find there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import ParallelModel, UsageError
+from autopar.api.module_attributes import OF_MODEL, OF_RESULT, OF_SCHEDULER
+
+X, Y = torch.randn(4, 8), torch.randint(0, 4, (4,))
+
+
+@pytest.fixture(scope="module")
+def pm() -> Iterator[ParallelModel]:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    halve = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    with autopar.parallelize(nn.Linear(8, 4), 1, X, optimizer=sgd, lr_scheduler=halve, microbatches=1) as pm:
+        yield pm
+
+
+def test_every_attribute_of_a_module_is_there_or_explained() -> None:
+    ours = set(dir(ParallelModel))
+    methods = {name for name in vars(nn.Module) if not name.startswith("_")}
+    hooks = {name for name in methods if name.startswith("register_") and "hook" in name}
+    rare = {"T_destination", "call_super_init", "dump_patches", "extra_repr", "get_extra_state", "set_extra_state"}
+    rare |= {"ipu", "mtia", "xpu", "to_empty", "set_submodule", "get_buffer"}
+    assert methods - ours - hooks - OF_MODEL.keys() == rare & methods
+    assert not ours & OF_MODEL.keys()
+
+
+def test_a_missing_attribute_says_what_to_use(pm: ParallelModel) -> None:
+    of: Any = pm
+    for thing, known in ((of, OF_MODEL), (of.lr_scheduler, OF_SCHEDULER), (of.train_step(X, Y), OF_RESULT)):
+        for name, advice in known.items():
+            assert not hasattr(thing, name) and getattr(thing, name, None) is None
+            with pytest.raises(UsageError) as error:
+                getattr(thing, name)
+            assert str(error.value) == f"{type(thing).__name__} has no attribute {name!r}: {advice}."
+            assert isinstance(pickle.loads(pickle.dumps(error.value)), AttributeError)
+    with pytest.raises(UsageError, match=r"pm\.state_dict\(\) returns them whole"):
+        nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+    with pytest.raises(UsageError, match="register forward hooks before parallelize"):
+        of.register_full_backward_hook(print)
+
+
+def test_a_misspelt_attribute_has_a_near_one(pm: ParallelModel) -> None:
+    with pytest.raises(AttributeError) as error:
+        pm.sate_dict()  # type: ignore[attr-defined]
+    assert not isinstance(error.value, UsageError)
+    expected = "AttributeError: ParallelModel has no attribute 'sate_dict'. Did you mean state_dict?\n"
+    assert "".join(traceback.format_exception(error.value)).endswith(expected)
+
+
+def test_a_model_is_neither_copied_nor_pickled(pm: ParallelModel) -> None:
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda pm: torch.save(pm, io.BytesIO())):
+        with pytest.raises(UsageError, match=r"cannot be pickled or copied: .* Save pm\.state_dict\(\), or all"):
+            attempt(pm)
+    again = pickle.loads(pickle.dumps(result := pm.train_step(X, Y)))
+    assert again.loss == result.loss == copy.deepcopy(result).loss

@@ -1,0 +1,80 @@
+"""Loss functions with tensors on another device than the rank's; meta stands for a GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.errors import UsageError
+from autopar.runtime.engine.closure_guard import closure_tensors
+from autopar.runtime.engine.loss import moved_to, naming_devices
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+GLOBAL = torch.ones(4)
+
+
+def test_modules_and_partials_are_moved_as_copies() -> None:
+    module = nn.CrossEntropyLoss(weight=torch.ones(4))
+    part = functools.partial(F.cross_entropy, weight=torch.ones(4), label_smoothing=0.1)
+    nested = functools.partial(lambda loss, output, target: loss(output, target), module)
+    for loss_fn in (module, part, nested):
+        moved = moved_to(loss_fn, META)
+        assert moved(torch.empty(2, 4, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")).is_meta
+        assert {t.device for t in closure_tensors(moved).values()} == {META}
+        assert {t.device for t in closure_tensors(loss_fn).values()} == {CPU}
+    assert moved_to(part, META).keywords["label_smoothing"] == 0.1
+    assert moved_to(nested, META).args[0] is not module
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [F.cross_entropy, nn.CrossEntropyLoss(weight=GLOBAL), functools.partial(F.cross_entropy, weight=GLOBAL)]
+)
+def test_what_is_in_its_place_stays_the_users(loss_fn: Any) -> None:
+    """A coefficient that the user changes is still seen."""
+    assert moved_to(loss_fn, CPU) is loss_fn
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.weight, self.unread = torch.ones(4), torch.ones(5)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, self.weight)
+
+
+def test_tensors_that_a_function_reads() -> None:
+    local = nn.Linear(2, 2)
+    holder = Holder()
+    places = {
+        "loss": closure_tensors(holder.loss),
+        "closure": closure_tensors(lambda output, target: local(output).mean() + GLOBAL.sum()),
+        "module": closure_tensors(nn.Sequential(nn.BatchNorm1d(2, affine=False))),
+    }
+    assert {name: list(found) for name, found in places.items()} == {
+        "loss": ["weight"],
+        "closure": ["GLOBAL", "local.weight", "local.bias"],
+        "module": ["0.running_mean", "0.running_var", "0.num_batches_tracked"],
+    }
+    assert places["loss"]["weight"] is holder.weight
+
+
+def test_an_error_names_tensors_on_other_devices() -> None:
+    weight, output, target = torch.ones(4, device="meta"), torch.randn(2, 4), torch.zeros(2, dtype=torch.long)
+
+    def careless(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, weight)
+
+    def careful(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, torch.ones(weight.shape, device=output.device))
+
+    with pytest.raises(UsageError, match=r"loss_fn fails on cpu: .* It reads `weight` on meta\. Pass a module with"):
+        naming_devices(careless, CPU)(output, target)
+    assert naming_devices(careful, CPU)(output, target).equal(F.cross_entropy(output, target))
+    assert naming_devices(F.cross_entropy, CPU) is F.cross_entropy
+    with pytest.raises(IndexError):  # the user's own error keeps its type
+        naming_devices(careful, CPU)(output, target + 7)
