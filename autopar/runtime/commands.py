@@ -31,6 +31,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "add_programs": Command(replicated=True, allowed_under_averages=True),
+    "forget_programs": Command(replicated=True, allowed_under_averages=True),
     "forward": Command(replicated=True, borrows_inputs=True, allowed_under_averages=True),
     "forward_backward": Command(replicated=True, borrows_inputs=True, is_step=True),
     "train_step": Command(replicated=True, borrows_inputs=True, is_step=True),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
-from autopar.runtime.engine.executor import BoundStep, ChunkModule
+from autopar.runtime.engine.executor import BoundStep, ChunkModule, StepTensors
 from autopar.runtime.engine.loss import in_autocast
 from autopar.runtime.engine.metrics import step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
@@ -39,6 +39,15 @@ from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
+
+
+class BoundStepKey(NamedTuple):
+    """Fields of a `StepRequest` that select its bound schedule."""
+
+    schedule: str
+    programs: tuple[int, ...]
+    training: bool
+    shape_signature: tuple[int, ...]
 
 
 class Rank:
@@ -79,7 +88,8 @@ class Rank:
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages are in their place
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
-        self.bound_steps: dict[tuple, BoundStep] = {}
+        self.updated_buffers: set[str] = set()  # weights that training programs update in place
+        self.bound_steps: dict[BoundStepKey, BoundStep] = {}
         self.current_step: BoundStep | None = None
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
@@ -145,12 +155,25 @@ class Rank:
             )
 
         self.chunks[key] = tuple(map(chunk, programs))
+        training = [program for program in programs if program.mode == "train"]
+        self.updated_buffers |= self.weights.keys() & {name for p in training for op in p.ops for name in op.mutates}
+
+    def forget_programs(self, shape_signature: tuple[int, ...], keys: Sequence[int]) -> None:
+        """Drop what steps of one batch shape need: bound schedules, CUDA graphs, and programs by key.
+
+        Binding and capture are collective. So all ranks drop the same shapes, though perhaps other programs.
+        """
+        for key in keys:
+            del self.chunks[key]
+        self.bound_steps = {k: step for k, step in self.bound_steps.items() if k.shape_signature != shape_signature}
+        if self.graphs is not None:
+            self.graphs.forget_shape(shape_signature)
 
     def bound_step(self, request: StepRequest) -> BoundStep:
         """Bound schedule of a step; bound at its first use."""
-        # Ranks bind together, so the key holds only what all ranks know: a rank without a new program may have a peer
-        # with one.
-        key = (request.schedule, request.programs, request.training and request.shape_signature)
+        # Ranks bind together, so the signature is that of all ranks: a rank without a new program may have a peer with
+        # one.
+        key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature)
         if key not in self.bound_steps:
             schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
             loss_fn = self.loss_fn() if self.is_last_stage and request.training else None
@@ -224,7 +247,7 @@ class Rank:
             self.sum_losses(step, len(request.programs)), self.updater.finish_gradients(), step.outputs
         )
 
-    def sum_losses(self, step: BoundStep, count: int) -> torch.Tensor:
+    def sum_losses(self, step: StepTensors, count: int) -> torch.Tensor:
         """Losses of all microbatches of all replicas, [dp * count], on every rank; ``count`` per replica."""
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
@@ -241,23 +264,24 @@ class Rank:
         self.compute_params.invalidate()
         self.updater.abandon()
 
-    def execute(self, request: StepRequest, update_follows: bool) -> BoundStep:
-        self.current_step = self.bound_step(request)
-        self.current_step.loss_scale = self.updater.loss_scale
+    def execute(self, request: StepRequest, update_follows: bool) -> StepTensors:
+        self.current_step = step = self.bound_step(request)
+        step.loss_scale = self.updater.loss_scale
         self.compute_params.refresh(always=update_follows)
         if request.training:
             self.updater.grad_buffer.detach_from_params()
         if update_follows:
-            self.updater.set_used_params(self.current_step.trained_weights)
+            self.updater.set_used_params(step.trained_weights)
         batch = leaves((request.data.inputs, request.data.targets))
         self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
-        self.current_step.run(request.data, request.keep_outputs, self.updater.enable_sync if update_follows else None)
+        before_last = self.updater.enable_sync if update_follows else None
+        results = step.run(request.data, request.keep_outputs, before_last)
         if update_follows:
             self.updater.flush_remaining()
         self.compute_params.wait()
         if request.training and not update_follows:
             self.updater.grad_buffer.attach_to_params()
-        return self.current_step
+        return results
 
     def broadcast_buffers(self, mode: Mode) -> None:
         """Before an evaluation, broadcast the first replica's buffers if training has changed any.
@@ -265,9 +289,7 @@ class Rank:
         In training, each replica's buffers follow its own samples. An evaluation runs the model that `state` returns.
         """
         if mode == "eval" and self.buffers_diverged and self.mesh.dp > 1:
-            programs = [c.program for chunks in self.chunks.values() for c in chunks if c.program.mode == "train"]
-            changed = {name for program in programs for op in program.ops for name in op.mutates}
-            for name in sorted(changed & self.weights.keys()):
+            for name in sorted(self.updated_buffers):
                 tensor = self.weights[name].detach()
                 raw = tensor.reshape(-1).view(torch.uint8)  # Gloo moves no booleans
                 self.transport.start_broadcast(raw, self.spec.replica_ranks, self.spec.replica_ranks[0])()

@@ -17,8 +17,6 @@ from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 
-MODEL_NUMBERS = itertools.count()  # numbers of the models of this process, which separate their axes
-
 
 def init_process_group(
     backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store
@@ -52,7 +50,7 @@ def connect_rank(
     rank_sets = [*itertools.chain(*axis_ranks(spec.mesh).values()), *spec.collective_groups]
     transport = ProcessGroupTransport(spec.rank, device, spec.channels, rank_sets, timeout_seconds, spec.transport)
     opened.callback(transport.close)
-    keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
+    keys = register_axes(spec.mesh, transport)
     opened.callback(unregister, keys)
     rank = Rank(spec, tensors, transport, keys)
     opened.callback(rank.close)
