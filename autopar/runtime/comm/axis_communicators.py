@@ -95,18 +95,24 @@ def axis_ranks(mesh: Mesh) -> Mapping[str, list[tuple[int, ...]]]:
     return {axis: [tuple(ranks) for ranks in sets.tolist()] for axis, sets in rows.items()}
 
 
-def register_axes(mesh: Mesh, transport: ProcessGroupTransport) -> Mapping[str, str]:
+def unused_model_name() -> str:
+    """First of the names "model 0", "model 1", … under which no axis of this process is registered.
+
+    Compiled code contains the keys of axes. So a model that follows a closed one shares its compiled code.
+    """
+    used = {key.rpartition(".")[0] for key in collectives.COMMUNICATORS}
+    return next(name for name in map("model {}".format, itertools.count()) if name not in used)
+
+
+def register_axes(model: str, mesh: Mesh, transport: ProcessGroupTransport) -> Mapping[str, str]:
     """Register a rank's communicator on each mesh axis with `autopar.ops.collectives`; returns the key of each axis.
 
-    Axes with one rank have no communicator. Axes whose GPUs have peer access use symmetric memory. A number in the keys
-    separates the models that are open in this process. Compiled code contains the keys, so that a model which follows
-    a closed one shares its code.
+    Axes with one rank have no communicator. Axes whose GPUs have peer access use symmetric memory.
 
     Args:
+        model: part of the keys, which separates models of one process.
         transport: of this rank, with a process group for every rank set of `axis_ranks`.
     """
-    taken = {key.rpartition(".")[0] for key in collectives.COMMUNICATORS}
-    model = next(name for name in map("model {}".format, itertools.count()) if name not in taken)
     keys = {}
     for axis, sets in axis_ranks(mesh).items():
         members = next(ranks for ranks in sets if transport.rank in ranks)

@@ -28,6 +28,7 @@ from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
 from autopar.runtime.launch.torch_settings import TorchSettings
+from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
@@ -179,6 +180,8 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        disable_malloc_trim()
     world = spec.mesh.devices
     store = dist.TCPStore(start.store_host, start.store_port, world, is_master=False)
     # Processes start seconds apart; the step's timeout may be shorter.

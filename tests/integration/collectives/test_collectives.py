@@ -139,7 +139,7 @@ def mesh_has_the_axes_with_several_ranks() -> None:
     rank = dist.get_rank()
     mesh = Mesh(2, 2, 1)
     transport = connected(mesh)
-    keys = register_axes(mesh, transport)
+    keys = register_axes("mesh", mesh, transport)
     assert tuple(keys) == ("pp", "tp")
     place = mesh.place(rank)
     for axis, number in (("pp", place.stage), ("tp", place.shard)):
@@ -155,7 +155,7 @@ def mesh_has_the_axes_with_several_ranks() -> None:
 def a_silent_peer_is_named() -> None:
     mesh = Mesh(1, 2, 2)
     transport = connected(mesh, 1.0)
-    keys = register_axes(mesh, transport)
+    keys = register_axes("silent", mesh, transport)
     if dist.get_rank() == 2:
         with pytest.raises(TransportError, match=r"all-reduce over axis tp \(ranks 2, 3\): "):
             ops.all_reduce.default(torch.ones(3), keys["tp"])
