@@ -25,6 +25,7 @@ from autopar.errors import (
     TrainingError,
     UnknownOpWarning,
     UsageError,
+    VariantWarning,
     WorkerError,
 )
 
@@ -43,7 +44,7 @@ __all__ = [
     "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError",
     "MicrobatchWarning", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan",
     "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
-    "UnknownOpWarning", "UpdateResult", "UsageError", "WorkerError", "parallelize", "plan",
+    "UnknownOpWarning", "UpdateResult", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.

@@ -104,6 +104,10 @@ class UnknownOpWarning(UserWarning):
     """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""
 
 
+class VariantWarning(UserWarning):
+    """A model is traced for many different shapes or constants of one argument."""
+
+
 def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6) -> str:
     """A sentence for an error message, ``" Did you mean cosine or constant?"``; empty where no known name is similar.
 

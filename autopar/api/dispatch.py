@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +33,9 @@ from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.random_ops import RNG_COUNTERS
 
-MAX_CACHED_PARTITIONS = 64  # bounds the memory of a caller whose batches all differ in shape
+# Batch shapes whose programs are kept, so that a run with images of 100 sizes traces each of them once. The programs of
+# one shape and mode take 4 MiB of host memory for a ViT-B (torch 2.15, not compiled).
+MAX_BATCH_SHAPES = 128
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,9 @@ class Dispatcher:
         self.has_gradients = self.averaged = False
         self.agreement = BatchAgreement(ranks, self.mesh, self.data_size) if isinstance(ranks, SpmdBackend) else None
         self.partitions: dict[tuple, BatchPartition] = {}
+        # Keys of the partitions of each batch shape, least recently used shape first. A shape is that of all ranks'
+        # parts, so that all ranks forget the same one at the same call.
+        self.batch_shapes: OrderedDict[tuple[int, ...], set[tuple]] = OrderedDict()
         self.sent: set[int] = set()
         self.checked: set[tuple[str, int]] = set()
 
@@ -211,18 +217,31 @@ class Dispatcher:
             await_agreement()
         if known is None:
             self.send_programs(partition.all_specializations)
-            if len(self.partitions) == MAX_CACHED_PARTITIONS:
-                self.partitions.clear()
             self.partitions[key] = partition
         kinds, all_shapes = (kind,), (shapes,)
         if self.agreement is not None:
             kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
+        self.batch_shapes.setdefault(all_shapes, set()).add(key)
+        self.batch_shapes.move_to_end(all_shapes)
+        if len(self.batch_shapes) > MAX_BATCH_SHAPES:
+            self.forget_oldest_shape()
         agreed = {"signature": kinds, "shape_signature": all_shapes}
         arguments = {rank: (replace(own, **agreed),) for rank, own in rank_requests.items()}
         results = self.call(request.command, arguments)
         if partition.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size
         return results, partition.outputs
+
+    def forget_oldest_shape(self) -> None:
+        """Drop the batch shape that has not been used for longest, and programs that only its batches use."""
+        shape, _ = self.batch_shapes.popitem(last=False)
+        kept = set().union(*self.batch_shapes.values())
+        self.partitions = {key: partition for key, partition in self.partitions.items() if key in kept}
+        used = {own.number for partition in self.partitions.values() for own in partition.all_specializations}
+        forgotten = self.programs.forget(used)
+        on_ranks = sorted(self.sent.intersection(forgotten))
+        self.sent.difference_update(on_ranks)
+        self.call_all("forget_programs", shape, on_ranks)
 
     def joined_outputs(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
         """The model's output for the caller's batch.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from autopar.api.batch import check_call
 from autopar.api.plan_check import check_strategies, weight_layouts
 from autopar.api.recompute import with_recompute_segments
+from autopar.api.variants import MANY_VARIANTS, argument_names, warn_of_variants
 from autopar.codegen.split import follow_plan, split, weight_stages
 from autopar.errors import TraceError, UsageError
 from autopar.ir.graph import Graph, Mode
@@ -66,14 +68,18 @@ class ProgramCache:
         self.storage = weight_layouts(plan, graph)
         check_strategies(plan, graph)
         self.specializations: dict[tuple, Specialization] = {}
+        self.numbers = itertools.count()
+        self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
         train = self.split(graph, self.train_stage_of)
         trained_on = weight_stages([(graph, train)])
         evaluated = self.trace(microbatch, "eval")
         evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
         self.holders = weight_stages([(graph, train), (evaluated, evaluation)])
         self.example = graph
-        self.add("train", microbatch, graph, train)
-        self.add("eval", microbatch, evaluated, evaluation)
+        self.planned = (
+            self.add("train", microbatch, graph, train).number,
+            self.add("eval", microbatch, evaluated, evaluation).number,
+        )
 
     @property
     def positions(self) -> Mapping[str, tuple[int, ...]]:
@@ -105,9 +111,22 @@ class ProgramCache:
             set_modes(now)
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
-        specialization = Specialization(len(self.specializations), graph, programs)
-        self.specializations[mode, input_signature(microbatch.leaves)] = specialization
+        specialization = Specialization(next(self.numbers), graph, programs)
+        signature = input_signature(microbatch.leaves)
+        self.specializations[mode, signature] = specialization
+        if len(self.signatures) < MANY_VARIANTS:
+            self.signatures[signature] = None
+            if len(self.signatures) == MANY_VARIANTS:
+                warn_of_variants(self.plan.model.name, argument_names(self.model, microbatch), list(self.signatures))
         return specialization
+
+    def forget(self, used: Set[int]) -> list[int]:
+        """Drop all specializations but the planned ones and those whose number is in ``used``; returns the numbers."""
+        kept = used | {*self.planned}
+        dropped = {key: own.number for key, own in self.specializations.items() if own.number not in kept}
+        for key in dropped:
+            del self.specializations[key]
+        return list(dropped.values())
 
     def specialize(self, mode: Mode, microbatch: Call) -> Specialization:
         """The programs for a microbatch; traces the model if the shape is new.
@@ -194,8 +213,16 @@ def enter_mode(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) ->
 
 
 def input_signature(leaves: Sequence[Any]) -> tuple:
-    """Cache key of a trace: shape and dtype of tensors, and every constant."""
-    return tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves)
+    """Cache key of a trace: shape and dtype of tensors, type and value of constants.
+
+    The type tells 1, 1.0 and True apart, which are equal. The text of a float tells 0.0 from -0.0, and finds NaN again.
+    """
+    return tuple(
+        (tuple(v.shape), v.dtype)
+        if isinstance(v, torch.Tensor)
+        else (type(v), repr(v) if isinstance(v, float | complex) else v)
+        for v in leaves
+    )
 
 
 def shapes_text(leaves: Sequence[Any]) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+# Not public in torch 2.11 to 2.15, and the only way to compile a backward before it is called.
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.activation_checkpoint import Segment
@@ -26,19 +29,29 @@ Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 TARGET_PARTIAL_SUMS = 400
 SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.list_options() (2.11 to 2.15)
 
-# Compiled functions of this process, by code and arguments. Stages and modes share them. Models share them too, without
-# tensor parallelism: with it, the code contains the keys of mesh axes.
+# Compiled functions of this process, by code and arguments, least recently used first. Stages, modes and models share
+# them. A function that is dropped here stays with the modules that call it.
 COMPILED_REGIONS: dict[str, Callable[..., Any]] = {}
+MAX_COMPILED_REGIONS = 256
 
 
 class CompiledRegion(nn.Module):
-    """Calls a compiled function, which equal regions share, with the weights of one region."""
+    """Calls a compiled function, which equal regions share, with the weights of one region.
+
+    Its first call compiles the backward too. torch would compile that when the first gradient arrives: in a pipeline,
+    one stage after the other, and the first stages wait for all. A forward on a GPU needs no host to wait.
+    """
 
     def __init__(self, call: Callable[..., Any], weights: Sequence[Tensor]) -> None:
         super().__init__()
         self.call, self.weights = call, list(weights)  # a list: the module that holds the region owns them
+        self.is_new = True
 
     def forward(self, *args: Tensor) -> Any:
+        if self.is_new:
+            self.is_new = False
+            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+                return self.call(*self.weights, *args)
         return self.call(*self.weights, *args)
 
 
@@ -82,11 +95,15 @@ def compiled_region(
     taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
     key = f"{module.code}\n{taken}\n{recompute}"
-    if key not in COMPILED_REGIONS:
+    call = COMPILED_REGIONS.pop(key, None)
+    if call is None:
         whole = with_checkpoint(module, region.is_random) if recompute else module
         options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else None
-        COMPILED_REGIONS[key] = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
-    return CompiledRegion(COMPILED_REGIONS[key], held)
+        call = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
+    COMPILED_REGIONS[key] = call
+    if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
+        del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
+    return CompiledRegion(call, held)
 
 
 def norm_options(ops: Iterable[Op]) -> dict[str, Any] | None:

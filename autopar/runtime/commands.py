@@ -36,6 +36,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "add_programs": Command(replicated=True, allowed_under_averages=True, reads_only=True),
+    "forget_programs": Command(replicated=True, allowed_under_averages=True, reads_only=True),
     "forward": Command(replicated=True, borrows_inputs=True, allowed_under_averages=True, reads_only=True),
     "forward_backward": Command(replicated=True, borrows_inputs=True, is_step=True),
     "train_step": Command(replicated=True, borrows_inputs=True, is_step=True),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
-from autopar.runtime.engine.executor import BoundStep, ChunkModule
+from autopar.runtime.engine.executor import BoundStep, ChunkModule, StepTensors
 from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices
 from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
@@ -40,6 +40,15 @@ from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
+
+
+class BoundStepKey(NamedTuple):
+    """Fields of a `StepRequest` that select its bound schedule."""
+
+    schedule: str
+    programs: tuple[int, ...]
+    training: bool
+    shape_signature: tuple[int, ...]
 
 
 class Rank:
@@ -83,7 +92,8 @@ class Rank:
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
         self.loss_fn: LossFunction = moved_to(spec.recipe.loss_fn, self.device)
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
-        self.bound_steps: dict[tuple, BoundStep] = {}
+        self.updated_buffers: set[str] = set()  # weights that training programs update in place
+        self.bound_steps: dict[BoundStepKey, BoundStep] = {}
         self.current_step: BoundStep | None = None
         self.limit = StepLimit(timeout_seconds)
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
@@ -150,12 +160,25 @@ class Rank:
             )
 
         self.chunks[key] = tuple(map(chunk, programs))
+        training = [program for program in programs if program.mode == "train"]
+        self.updated_buffers |= self.weights.keys() & {name for p in training for op in p.ops for name in op.mutates}
+
+    def forget_programs(self, shape_signature: tuple[int, ...], keys: Sequence[int]) -> None:
+        """Drop what steps of one batch shape need: bound schedules, CUDA graphs, and programs by key.
+
+        Binding and capture are collective. So all ranks drop the same shapes, though perhaps other programs.
+        """
+        for key in keys:
+            del self.chunks[key]
+        self.bound_steps = {k: step for k, step in self.bound_steps.items() if k.shape_signature != shape_signature}
+        if self.graphs is not None:
+            self.graphs.forget_shape(shape_signature)
 
     def bound_step(self, request: StepRequest) -> BoundStep:
         """Bound schedule of a step; bound at its first use."""
-        # Ranks bind together, so the key holds only what all ranks know: a rank without a new program may have a peer
-        # with one.
-        key = (request.schedule, request.programs, request.training and request.shape_signature)
+        # Ranks bind together, so the signature is that of all ranks: a rank without a new program may have a peer with
+        # one.
+        key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature)
         if key not in self.bound_steps:
             schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
             loss_fn = self.step_loss() if self.is_last_stage and request.training else None
@@ -185,6 +208,11 @@ class Rank:
         with self.staging.staged(request.data) as data:
             return self.execute(replace(request, data=data), update_follows=False).outputs
 
+    @property
+    def marks(self) -> StepMarks:
+        """Marks of the last step's actions."""
+        return self.current_step.marks if self.current_step is not None else ()
+
     def release_masters(self) -> None:
         """Before a training step, free masters that it does not read; with averages, which read all, keep them."""
         if self.ema is None:
@@ -199,7 +227,7 @@ class Rank:
         with self.staging.staged(request.data) as data:
             step = self.execute(replace(request, data=data), update_follows=False)
         losses = self.sum_losses(step, len(request.programs))
-        return RankStepResult(step_numbers(losses, None, start, self.stopwatch, step.marks, self.limit), step.outputs)
+        return RankStepResult(step_numbers(losses, None, start, self.stopwatch, self.marks, self.limit), step.outputs)
 
     def train_step(self, request: StepRequest) -> RankStepResult:
         """Gradients and an update, which includes gradients that earlier calls accumulated."""
@@ -208,8 +236,7 @@ class Rank:
         self.broadcast_buffers(request.mode)
         with self.staging.staged(request.data) as data:
             computed, update = self.compute_and_update(replace(request, data=data))
-        marks: StepMarks = self.current_step.marks if self.current_step is not None else ()
-        numbers = step_numbers(computed.losses, update, start, self.stopwatch, marks, self.limit)
+        numbers = step_numbers(computed.losses, update, start, self.stopwatch, self.marks, self.limit)
         return RankStepResult(numbers, computed.outputs)
 
     def compute_and_update(self, request: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
@@ -232,7 +259,7 @@ class Rank:
             self.sum_losses(step, len(request.programs)), self.updater.finish_gradients(), step.outputs
         )
 
-    def sum_losses(self, step: BoundStep, count: int) -> torch.Tensor:
+    def sum_losses(self, step: StepTensors, count: int) -> torch.Tensor:
         """Losses of all microbatches of all replicas, [dp * count], on every rank; ``count`` per replica."""
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
@@ -249,23 +276,24 @@ class Rank:
         self.compute_params.invalidate()
         self.updater.abandon()
 
-    def execute(self, request: StepRequest, update_follows: bool) -> BoundStep:
-        self.current_step = self.bound_step(request)
-        self.current_step.loss_scale = self.updater.loss_scale
+    def execute(self, request: StepRequest, update_follows: bool) -> StepTensors:
+        self.current_step = step = self.bound_step(request)
+        step.loss_scale = self.updater.loss_scale
         self.compute_params.refresh(always=update_follows)
         if request.training:
             self.updater.grad_buffer.detach_from_params()
         if update_follows:
-            self.updater.set_used_params(self.current_step.trained_weights)
+            self.updater.set_used_params(step.trained_weights)
         batch = leaves((request.data.inputs, request.data.targets))
         self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
-        self.current_step.run(request.data, request.keep_outputs, self.updater.enable_sync if update_follows else None)
+        before_last = self.updater.enable_sync if update_follows else None
+        results = step.run(request.data, request.keep_outputs, before_last)
         if update_follows:
             self.updater.flush_remaining()
         self.compute_params.wait()
         if request.training and not update_follows:
             self.updater.grad_buffer.attach_to_params()
-        return self.current_step
+        return results
 
     def broadcast_buffers(self, mode: Mode) -> None:
         """Before an evaluation, broadcast the first replica's buffers if training has changed any.
@@ -273,9 +301,7 @@ class Rank:
         In training, each replica's buffers follow its own samples. An evaluation runs the model that `state` returns.
         """
         if mode == "eval" and self.buffers_diverged and self.mesh.dp > 1:
-            programs = [c.program for chunks in self.chunks.values() for c in chunks if c.program.mode == "train"]
-            changed = {name for program in programs for op in program.ops for name in op.mutates}
-            for name in sorted(changed & self.weights.keys()):
+            for name in sorted(self.updated_buffers):
                 tensor = self.weights[name].detach()
                 raw = tensor.reshape(-1).view(torch.uint8)  # Gloo moves no booleans
                 self.transport.start_broadcast(raw, self.spec.replica_ranks, self.spec.replica_ranks[0])()

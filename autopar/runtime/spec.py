@@ -204,7 +204,7 @@ class StepRequest:
         num_updates: updates before this step.
         signature: identifies shapes, dtypes and everything else of the batch but the content of tensors. Equal on all
             ranks; selects the CUDA graph.
-        shape_signature: as ``signature``, without the targets; selects the bound schedule.
+        shape_signature: as ``signature``, of the inputs alone; selects the bound schedule.
     """
 
     mode: Mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,15 @@ def axis_ranks(mesh: Mesh) -> Mapping[str, list[tuple[int, ...]]]:
     grid = torch.arange(mesh.devices, device="cpu").view(*sizes.values())
     rows = {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
     return {axis: [tuple(ranks) for ranks in sets.tolist()] for axis, sets in rows.items()}
+
+
+def unused_model_name() -> str:
+    """First of the names "model 0", "model 1", … under which no axis of this process is registered.
+
+    Compiled code contains the keys of axes. So a model that follows a closed one shares its compiled code.
+    """
+    used = {key.rpartition(".")[0] for key in collectives.COMMUNICATORS}
+    return next(name for name in map("model {}".format, itertools.count()) if name not in used)
 
 
 def register_axes(model: str, mesh: Mesh, transport: ProcessGroupTransport) -> Mapping[str, str]:

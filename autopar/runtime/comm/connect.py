@@ -12,13 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.axis_communicators import axis_ranks, register_axes, unregister
+from autopar.runtime.comm.axis_communicators import axis_ranks, register_axes, unregister, unused_model_name
 from autopar.runtime.comm.process_group import ProcessGroupTransport
-from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
-
-MODEL_NUMBERS = itertools.count()  # numbers of the models of this process, which separate their axes
 
 
 def init_process_group(
@@ -47,15 +44,13 @@ def connect_rank(
         opened: closes the groups at its exit, also after an error here, and the rank if it is still in use.
     """
     device = torch.device(spec.device)
-    if device.type == "cpu":
-        disable_malloc_trim()
     assert dist.get_world_size() == spec.mesh.devices
     rank_sets = [*itertools.chain(*axis_ranks(spec.mesh).values()), *spec.collective_groups]
     transport = ProcessGroupTransport(
         spec.rank, device, spec.channels, rank_sets, timeout_seconds, spec.transport, spec.checkpoint_seconds
     )
     opened.callback(transport.close)
-    keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
+    keys = register_axes(unused_model_name(), spec.mesh, transport)
     opened.callback(unregister, keys)
     rank = Rank(spec, tensors, transport, keys, timeout_seconds=timeout_seconds)
     opened.callback(close_if_alive, weakref.ref(rank))  # the groups do not keep the memory of a dropped rank

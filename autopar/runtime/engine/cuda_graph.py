@@ -117,6 +117,11 @@ class CudaGraphCache:
         self.cached_steps.clear()
         self.learning_rates, self.pool = [], None
 
+    def forget_shape(self, shape_signature: tuple[int, ...]) -> None:
+        """Drop the steps of one batch shape, on all ranks."""
+        for key in [key for key in self.cached_steps if key[-1] == shape_signature]:
+            del self.cached_steps[key]
+
     def run(self, request: StepRequest) -> DeviceStepResult:
         """Run a training step up to the update; a graph may include the update."""
         if self.rank.has_pending_grads:
@@ -135,7 +140,7 @@ class CudaGraphCache:
 
     def cached_step(self, request: StepRequest) -> CachedStep:
         """Cached state of a step's signature; a new signature evicts the least recently used one."""
-        key = (request.schedule, request.programs, request.signature)
+        key = (request.schedule, request.programs, request.signature, request.shape_signature)
         if key not in self.cached_steps and len(self.cached_steps) == MAX_CACHED_STEPS:
             self.cached_steps.popitem(last=False)
         cached = self.cached_steps.setdefault(key, CachedStep())

@@ -67,6 +67,19 @@ NO_DATA = StepData([], [], [])
 
 
 @dataclass(frozen=True)
+class StepTensors:
+    """Tensors that a step returns, one list entry per microbatch.
+
+    Args:
+        losses: each as its part of the mean, []; None on ranks that compute no loss.
+        outputs: flattened outputs of the model; empty lists except where they are kept.
+    """
+
+    losses: list[torch.Tensor | None]
+    outputs: list[list[Any]]
+
+
+@dataclass(frozen=True)
 class BoundAction:
     """An action of this rank with everything that its run needs.
 
@@ -121,8 +134,7 @@ class BoundStep:
         self.training = training
         self.data = NO_DATA
         self.saved: dict[Action, Any] = {}  # inputs and gradient edges, by forward action
-        self.losses: list[torch.Tensor | None] = [None] * len(chunks)
-        self.outputs: list[list[Any]] = [[] for _ in chunks]
+        self.results = self.no_results(len(chunks))
         self.current_action: Action | None = None
         self.computing = False
         self.stopwatch = Stopwatch(device)
@@ -143,16 +155,20 @@ class BoundStep:
         """Names of the weights that backwards of this step reach, in the order in which their gradients complete."""
         return [name for bound in self.bound_actions for name in bound.completes]
 
+    @staticmethod
+    def no_results(count: int) -> StepTensors:
+        return StepTensors([None] * count, [[] for _ in range(count)])
+
     def run(
         self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
-    ) -> None:
-        """Run all actions; the results are in ``losses`` and ``outputs``.
+    ) -> StepTensors:
+        """Losses and outputs of all actions. The step keeps none of them.
 
         Args:
             before_last: called with the names of weights right before the last backward that reaches them.
         """
         self.data, self.keep_outputs = data, keep_outputs
-        self.outputs = [[] for _ in self.outputs]
+        self.results = self.no_results(len(self.chunks))
         self.marks = []
         for state in (self.sent, self.saved, self.local_tensors):  # of a step that raised
             state.clear()
@@ -174,6 +190,8 @@ class BoundStep:
                     posted = following if following is not None else self.bound_actions[k + 1].post_receives()
             self.release_sends(list(self.sent))
         self.data, self.current_action = NO_DATA, None
+        results, self.results = self.results, self.no_results(len(self.chunks))
+        return results
 
     def messages(self, actions: Sequence[Action]) -> tuple[MessageBytes, MessageBytes]:
         """Bytes of the tensors that a step receives from other ranks, and of those that it sends to other ranks."""
@@ -378,7 +396,7 @@ class BoundStep:
                     f'{got}. Use reduction="mean", or call .mean() on it.'
                 )
             loss = loss * self.data.shares[i]
-            self.losses[i] = loss.detach()
+            self.results.losses[i] = loss.detach()
             if self.training and not loss.requires_grad:
                 raise UsageError(
                     "The loss has no gradient: loss_fn detached it, or nothing that it reads can be trained. "
@@ -388,7 +406,9 @@ class BoundStep:
         if self.keep_outputs:
             # While training, an output of an earlier stage may lie in memory that the next step overwrites.
             copy = torch.Tensor.clone if self.training else torch.Tensor.detach
-            self.outputs[i] = [copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.results.outputs[i] = [
+                copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
         i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
@@ -411,7 +431,7 @@ class BoundStep:
                 if next(exists[dst]):
                     gradient = tensor.permute(order)
                     gradients[k] = gradients[k] + gradient if k in gradients else gradient
-            loss = self.losses[i] if program.out_spec is not None else None
+            loss = self.results.losses[i] if program.out_spec is not None else None
             if loss is not None:
                 gradients[len(values)] = torch.full_like(loss, self.loss_scale)
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]

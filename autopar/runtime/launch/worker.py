@@ -28,6 +28,7 @@ from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
 from autopar.runtime.memory.cuda_allocator import let_segments_grow
+from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
@@ -242,6 +243,8 @@ def join(number: int, start: Start) -> RankSpec:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         let_segments_grow()  # before the weights arrive
+    else:
+        disable_malloc_trim()
     world = spec.mesh.devices
     store = dist.TCPStore(start.store_host, start.store_port, world, is_master=False)
     # Processes start seconds apart; the step's timeout may be shorter.

@@ -13,7 +13,8 @@ def disable_malloc_trim() -> None:
     """Keep freed memory in this process for its next tensors.
 
     By default glibc returns large freed blocks to the system immediately. The system fills them with zeros before the
-    next step can use them: 2 to 13 % of a step of a ViT-Tiny on a 2-core AMD EPYC virtual machine, torch 2.15.
+    next step can use them: 2 to 13 % of a step of a ViT-Tiny on a 2-core AMD EPYC virtual machine, torch 2.15. Only for
+    processes that autopar starts: there is no way back, and processes that are forked later inherit it.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):

@@ -15,6 +15,7 @@ from support.forks import run_on_two
 
 SCRIPT = """
 import os, sys
+import psutil
 import torch, torch.distributed as dist
 from torch import nn
 from support import traces; traces.share()
@@ -63,6 +64,10 @@ for round in range(2):  # a second model in the same processes
         assert_close(pm(x), reference.forward(x, 4)[0], "output")
         reference.model.train()
         assert pm.stats().keys() == {0, 1}
+        tensor, process = torch.ones(2**26), psutil.Process()
+        full = process.memory_info().rss
+        del tensor
+        assert full - process.memory_info().rss > 2**27, "the process's allocator does not give memory back"
     assert dist.is_initialized() == own_group
     try:
         pm(x)

@@ -12,7 +12,7 @@ from support.faults import mlp
 from support.handmade import in_threads, plan_by_hand
 
 from autopar import UsageError
-from autopar.api.dispatch import MAX_CACHED_PARTITIONS
+from autopar.api import dispatch
 from autopar.api.program_cache import ProgramCache
 
 
@@ -48,19 +48,35 @@ def test_only_a_new_signature_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(cuts) == 4
 
 
-def test_known_cuts_are_few() -> None:
+def test_programs_of_old_shapes_are_dropped_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_BATCH_SHAPES", 3)
     x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-    model = torch.nn.Linear(8, 4)
-    pm = in_threads(model, plan_by_hand(model, x, 1, []), x, F.cross_entropy)
-    dispatcher = pm._dispatcher
+    model = mlp()
+    pm = in_threads(model, plan_by_hand(model, x, 2, ["2.linear"]), x, F.cross_entropy)
+    ranks: Any = pm._ranks
+    for size in (6, 5, 4, 3, 2, 1, 5, 6):
+        pm.train().forward_backward(x[:size], y[:size])
+        assert pm.eval()(x[:size]).shape == (size, 4)
+    # The last three shapes are 1, 5 and 6, cut into microbatches of 1, 3 and 2, and 3.
+    sizes = {own.graph.batch for own in pm._programs.specializations.values()}
+    assert sizes == {1, 2, 3} and len(pm._programs.specializations) == 6
+    for rank in ranks.ranks:
+        assert rank.chunks.keys() == {own.number for own in pm._programs.specializations.values()}
+        assert len(rank.bound_steps) == 6
+    assert len(pm._dispatcher.partitions) == 6
+
+
+def test_the_planned_programs_are_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_BATCH_SHAPES", 1)
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    model = mlp()
+    pm = in_threads(model, plan_by_hand(model, x, 2, ["2.linear"]), x, F.cross_entropy)
+    pm.forward_backward(x[:4], y[:4])
+    pm.forward_backward(x[:2], y[:2])
+    assert {own.graph.batch for own in pm._programs.specializations.values()} == {3, 1}
+    monkeypatch.setattr(ProgramCache, "trace", None)
     pm.forward_backward(x, y)
-    (cut,) = dispatcher.partitions.values()
-    dispatcher.partitions.update({("made up", number): cut for number in range(MAX_CACHED_PARTITIONS - 1)})
-    assert len(dispatcher.partitions) == MAX_CACHED_PARTITIONS
-    pm.forward_backward(x, y)
-    assert len(dispatcher.partitions) == MAX_CACHED_PARTITIONS
-    pm.forward_backward(x[:3], y[:3])
-    assert len(dispatcher.partitions) == 1
+    assert pm.eval()(x).shape == (6, 4)
 
 
 class Agreed:
@@ -99,8 +115,3 @@ def test_ranks_bind_a_step_whenever_any_of_them_has_new_shapes() -> None:
     assert bound() == {2}
     pm.train_step(x[:4], y[:4])
     assert bound() == {3}
-    pm.eval()
-    for others in (5, 6):  # an evaluation keeps no mail, about which ranks would have to agree
-        agreement.others = others
-        pm(x)
-    assert bound() == {4}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.handmade import plan_by_hand
+from support.handmade import in_threads, plan_by_hand
 from support.hardware import slow_compute
 from support.mesh_models import MODELS
 from torch import nn
 
 import autopar
-from autopar import PlanError
+from autopar import PlanError, VariantWarning
 from autopar.api.program_cache import ProgramCache
 from autopar.trace.call import as_call
 
@@ -94,3 +96,66 @@ def test_a_plan_fits_the_microbatch_that_it_chose(tmp_path: Path, batch: int) ->
     plan = autopar.plan(model, 2, x, hardware=str(slow_compute(tmp_path)), memory="64GiB", tp=2)
     assert plan.microbatches == 1 and plan.strategies
     assert ProgramCache(model, plan, as_call(model, x)).example.batch == batch
+
+
+class Scaled(nn.Module):
+    """Takes other paths for 1, 1.0 and True, which are equal, and for 0.0 and -0.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0, *, images: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.fc(x) + (0.0 if images is None else images.mean())
+        if isinstance(scale, torch.Tensor):
+            return x * scale
+        if isinstance(scale, bool):
+            return x + 100
+        if isinstance(scale, int):
+            return x - 100
+        return x * scale if scale or str(scale) == "0.0" else x * 7
+
+
+def scaled(**example: Any) -> tuple[Scaled, Any]:
+    model, call = Scaled().eval(), {"x": torch.randn(4, 3), "scale": 1.0} | example
+    return model, in_threads(model, plan_by_hand(model, call, 1, []), call, lambda out, y: out.mean()).eval()
+
+
+def test_equal_constants_of_different_types_have_traces_of_their_own() -> None:
+    model, pm = scaled()
+    x = torch.randn(4, 3)
+    for scale in (1.0, 1, True, 0.0, -0.0, torch.tensor(2.5)):
+        assert torch.equal(pm(x, scale), model(x, scale)), scale
+
+
+def test_a_nan_is_traced_once() -> None:
+    _, pm = scaled()
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        assert pm(x, inf - inf).isnan().all()  # a new NaN
+    assert len(pm._programs.specializations) == 3
+
+
+@pytest.mark.parametrize(
+    ("example", "call", "message"),
+    [
+        ({}, lambda x, i: {"x": x, "scale": 2 + i / 4}, r"Each value of `scale` is one: 1\.0, 2\.0, 2\.25, 2\.5, … \(20"),
+        ({}, lambda x, i: {"x": torch.randn(i + 5, 3), "scale": 1.0}, r"first size of `x`.*: 4, 5, 6, 7, … \(20"),
+        (
+            {"images": torch.zeros(2, 2)},
+            lambda x, i: {"x": x, "scale": 1.0 + i % 2, "images": torch.ones(2, i + 3)},
+            r"shape of `images` without its first dim is one: \[2\], \[3\], \[4\], \[5\], … \(20",
+        ),
+    ],
+    ids=["a constant", "samples", "a shape"],
+)  # fmt: skip
+def test_the_twentieth_variant_is_told_what_changes(example: Any, call: Any, message: str) -> None:
+    _, pm = scaled(**example)
+    x = torch.randn(4, 3)
+    for i in range(18):
+        pm(**call(x, i))
+    with pytest.warns(VariantWarning, match=f"Scaled has been traced for 20 variants.*{message} so far") as caught:
+        pm(**call(x, 18))
+    assert caught[0].filename == __file__
+    for i in range(19, 22):
+        pm(**call(x, i))  # warns once: pytest takes a warning for an error

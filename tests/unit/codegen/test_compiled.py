@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, nop
 from support.models import Tied, UNet, resnet18, tiny_vit
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import autopar
 from autopar.codegen import compile as compiled
@@ -22,6 +24,7 @@ from autopar.ir.graph import Graph
 from autopar.ops.regions import MIN_REGION_OPS, region_starts
 from autopar.trace.trace import trace, weight_tensors
 
+TORCH_COMPILE = torch.compile
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 
 
@@ -98,6 +101,41 @@ def test_equal_blocks_are_compiled_once(quick_compiler: list[Any]) -> None:
         module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
         assert torch.allclose(module(x)[0], model(x), atol=1e-5)
         assert len(quick_compiler) == 3  # what is before the blocks, a block, what is behind
+
+
+def test_compiled_functions_of_old_shapes_are_dropped(
+    quick_compiler: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MAX_COMPILED_REGIONS", 2)
+    model, modules = nn.Linear(4, 4), []
+    for batch in (1, 2, 1, 3, 1, 2):
+        graph = traced(model, torch.randn(batch, 4))
+        (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+        modules.append(graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True))
+    assert len(quick_compiler) == 4 and len(compiled.COMPILED_REGIONS) == 2  # 1 stays, being used most
+    assert all(
+        module(torch.ones(batch, 4))[0].shape == (batch, 4) for module, batch in zip(modules, (1, 2, 1, 3, 1, 2))
+    )
+
+
+def test_a_forward_compiles_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the stages of a pipeline would compile their backwards one after the other."""
+    backwards: list[Any] = []
+
+    def noted(module: Any, example: Any) -> Any:
+        backwards.append(module)
+        return make_boxed_func(module)
+
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=noted)
+    monkeypatch.setattr(torch, "compile", functools.partial(TORCH_COMPILE, backend=backend))
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
+    y = module(x)[0]
+    assert len(backwards) == 1
+    y.sum().backward()
+    assert len(backwards) == 1 and torch.equal(model.bias.grad, torch.full((4,), 2.0))
 
 
 @pytest.mark.parametrize(("rows", "split"), [(10, 16), (6_304, 16), (12_608, 32), (25_216, 64), (10**6, 128)])

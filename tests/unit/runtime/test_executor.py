@@ -279,6 +279,22 @@ def test_outputs_outlive_the_next_step(microbatches: int, monkeypatch: pytest.Mo
         assert_close(output, wanted, "output")
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_dropped_output_is_freed(stages: int) -> None:
+    model, x, y = EarlyOutput(), torch.randn(4, 8), torch.arange(4)
+    plan = plan_by_hand(model, x, 1, ["second.linear"][: stages - 1])
+    pm = in_threads(model, plan, x, lambda output, target: F.cross_entropy(output[0], target))
+    trained = pm.forward_backward(x, y, return_outputs=True).outputs
+    outputs = [weakref.ref(output) for output in (*trained, *pm.eval()(x))]
+    del trained
+    gc.collect()
+    assert all(output() is None for output in outputs)
+    ranks: Any = pm._ranks
+    assert not any(
+        loss is not None for rank in ranks.ranks for s in rank.bound_steps.values() for loss in s.results.losses
+    )
+
+
 class ClassToken(nn.Module):
     """Reaches its parameters from the second stage by views alone."""
 
