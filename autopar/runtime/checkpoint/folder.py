@@ -167,10 +167,9 @@ def remove_checkpoint(folder: Path) -> None:
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         take(lock, folder)
-        (folder / HEADER).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            if OURS.fullmatch(path.name):
-                path.unlink()
+        names = [path.name for path in folder.iterdir() if OURS.fullmatch(path.name)] if holds_tensors(folder) else []
+        for name in (HEADER, HEADER + TEMPORARY, *names):
+            (folder / name).unlink(missing_ok=True)
         remove(data_folders(folder))
         (folder / LOCK).unlink()
     finally:
@@ -194,7 +193,10 @@ def save_folder(checkpoint: Path) -> Path:
 
 def holds_tensors(folder: Path) -> bool:
     """Whether a folder is a checkpoint with its tensors, as a data folder that is kept or a copy of one."""
-    return is_checkpoint(folder) and (folder / METADATA).exists()
+    try:
+        return read_header_alone(folder).data == HERE
+    except CheckpointError:
+        return is_checkpoint(folder) and (folder / METADATA).exists()
 
 
 def kept(checkpoint: Path) -> list[Path]:

@@ -66,7 +66,7 @@ begin = time.perf_counter()
 save(1)
 seconds = time.perf_counter() - begin
 leftovers, counter, seen = 0, 1, []
-for _ in range(20):
+for _ in range(15):
     child = os.fork()  # an import of torch for every kill would take a minute
     if child == 0:
         while True:

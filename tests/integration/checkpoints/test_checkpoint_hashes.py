@@ -151,9 +151,10 @@ def test_one_that_is_kept_stays_as_it_is_and_may_go_elsewhere(two: Path, tmp_pat
         assert pm.load_checkpoint(tmp_path / "mine") == {"step": 1}
     done = CliRunner().invoke(app, ["export", str(tmp_path / "mine"), "-o", str(tmp_path / "mine" / "model")])
     assert done.exit_code == 2 and "it lies in the checkpoint" in done.output
+    (two / "training.pt").write_text("somebody's")
     for folder in (two, tmp_path / "mine"):
         remove_checkpoint(folder)
-        assert not folder.exists()
+    assert not (tmp_path / "mine").exists() and [path.name for path in two.iterdir()] == ["training.pt"]
 
 
 def test_a_save_that_fails_leaves_all_that_are_kept(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
