@@ -6,6 +6,7 @@ import functools
 import os
 import queue
 import threading
+from typing import Any
 
 import psutil
 import pytest
@@ -65,7 +66,7 @@ def test_a_step_that_hangs_says_where_its_gpu_is(graph: bool) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}], ids=str)
-def test_a_pool_listens_on_the_loopback_interface_and_another_thread_reads_its_results(mesh: dict[str, int]) -> None:
+def test_a_pool_listens_on_the_loopback_interface_and_another_thread_reads_its_results(mesh: dict[str, Any]) -> None:
     x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
     adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
     results: queue.Queue[autopar.StepResult | None] = queue.Queue()
