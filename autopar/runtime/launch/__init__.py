@@ -7,7 +7,7 @@ and returns the results by rank; one error ends all ranks.
 
 Files in reading order:
 - environment (variables and store of a launcher), devices (GPUs or CPU processes), torch_settings;
-- worker processes: fork_server with __main__ and preload, shared_memory and ipc (messages), worker (one rank's
-  process), pool (all workers);
+- worker processes: loopback (where they meet), fork_server with __main__ and preload, shared_memory and ipc (messages),
+  worker (one rank's process), replies (waits for workers), interrupt (Ctrl-C), pool (all workers);
 - ranks without workers: spmd (this process is a rank), failure_watch (failures on other nodes).
 """

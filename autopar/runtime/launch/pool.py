@@ -23,7 +23,7 @@ from autopar.runtime.launch.fork_server import Process, fork_server, prepare, wo
 from autopar.runtime.launch.interrupt import deferred_interrupt
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.loopback import HOST, loopback_store
-from autopar.runtime.launch.replies import Replies
+from autopar.runtime.launch.replies import GRACE_SECONDS, Replies
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.worker import LEAVE, START_SECONDS, Failure, Start, main
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
@@ -160,7 +160,9 @@ class WorkerPool:
                         self.channels[rank].send(message)
                     except OSError:
                         self.fail(name, {rank: None})
-                replies = Replies(name, {rank: self.channels[rank] for rank in messages}, seconds, seconds)
+                channels = {rank: self.channels[rank] for rank in messages}
+                # The first reply may be that of a rank which has waited for a peer in vain for as long.
+                replies = Replies(name, channels, seconds + GRACE_SECONDS, seconds)
                 if not replies.collect():
                     self.fail(name, replies.failures)
             except BaseException as error:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import psutil
+import torch.distributed as dist
+
 from autopar.measure.workers import Emit, WorkerLimits, WorkersExit, run_workers
 
 
@@ -29,6 +32,23 @@ def entry(task: Task, emit: Emit) -> None:
         emit((rank, number))
     if rank == task.failing:
         raise ValueError("no more\nof this")
+
+
+def listens(_: Task, emit: Emit) -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    family = {os.getpid(), os.getppid()}
+    listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in family]
+    emit({str(next(iter(c.laddr))) for c in listeners})
+    dist.barrier()
+
+
+def test_ranks_meet_on_the_loopback_interface_alone() -> None:
+    results: list[set[str]] = []
+    exit = run_workers(
+        "test_workers:listens", Task((), 0), 2, 1, WorkerLimits(60.0), lambda _, own: bool(results.append(own))
+    )
+    assert exit.codes == (0, 0) and results == [{"127.0.0.1"}] * 2, exit.last_lines
 
 
 def run(task: Task, limits: WorkerLimits) -> tuple[WorkersExit, list[tuple[int, int]], list[str]]:
