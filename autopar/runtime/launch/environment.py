@@ -53,7 +53,7 @@ def launched() -> Launched | None:
     """Launcher's description of this process, from the environment; None in a plain script or notebook.
 
     Raises:
-        UsageError: srun started several processes and MASTER_ADDR is not set.
+        UsageError: srun started several processes and MASTER_ADDR is not set; or RANK is no number below WORLD_SIZE.
     """
     if "RANK" in os.environ:
         return by_torchrun(os.environ)
@@ -61,10 +61,20 @@ def launched() -> Launched | None:
 
 
 def by_torchrun(environ: Mapping[str, str]) -> Launched | None:
-    """Place of this process among those of torchrun, from torchrun's variables; None if there is only one."""
-    rank, world = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    """Place of this process among those of torchrun, from torchrun's variables; None if there is only one.
+
+    Raises:
+        UsageError: RANK is no number below WORLD_SIZE.
+    """
+    variables = environ["RANK"], environ.get("WORLD_SIZE", "1")
+    if variables[1] == "1":
         return None
+    if not all(text.isdecimal() for text in variables) or int(variables[0]) >= int(variables[1]):
+        raise UsageError(
+            f"RANK={variables[0]!r} and WORLD_SIZE={variables[1]!r} are not those of a process of torchrun. Unset them "
+            "to run without a launcher."
+        )
+    rank, world = map(int, variables)
     local_world = int(environ.get("LOCAL_WORLD_SIZE", world))
     nodes = int(environ.get("GROUP_WORLD_SIZE", -(-world // local_world)))
     return Launched(rank, world, int(environ.get("LOCAL_RANK", rank)), local_world, nodes)
@@ -126,7 +136,8 @@ def launcher_store(launch: Launched) -> dist.Store:
         raise UsageError(
             f"Rank {launch.rank} did not meet the other {launch.world - 1} that {launch.launcher} started, at "
             f"{meeting_point(launch)} within {START_SECONDS:.0f} s: {reason}. Check that all of them run "
-            "this script, that rank 0 is on that host, and that no other job uses the port (MASTER_PORT)."
+            "this script, that rank 0 is on that host, and that no other job uses the port (MASTER_PORT). To run "
+            "without a launcher, unset its variables, such as RANK."
         ) from error
     return dist.PrefixStore(f"autopar/{name}", store)
 

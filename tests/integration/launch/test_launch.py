@@ -81,6 +81,13 @@ def test_srun_without_a_meeting_point(environ: Any) -> None:
         this_machine(4)
 
 
+@pytest.mark.parametrize(("rank", "world"), [("", "2"), ("2", "2"), ("-1", "2"), ("0", "two")])
+def test_variables_of_torchrun_that_no_launcher_has_set(environ: Any, rank: str, world: str) -> None:
+    environ({"RANK": rank, "WORLD_SIZE": world})
+    with pytest.raises(UsageError, match=f"RANK='{rank}' and WORLD_SIZE='{world}' are not those of .*Unset them"):
+        this_machine(2)
+
+
 def test_another_number_of_tasks(environ: Any) -> None:
     environ(SLURM)
     with pytest.raises(UsageError, match=r"devices=3, but srun started 4 .* devices=4 or --ntasks 3\."):

@@ -74,7 +74,7 @@ def test_the_planned_programs_are_never_dropped(monkeypatch: pytest.MonkeyPatch)
     pm.forward_backward(x[:4], y[:4])
     pm.forward_backward(x[:2], y[:2])
     assert {own.graph.batch for own in pm._programs.specializations.values()} == {3, 1}
-    monkeypatch.setattr(ProgramCache, "trace", None)
+    monkeypatch.setattr(ProgramCache, "split", None)
     pm.forward_backward(x, y)
     assert pm.eval()(x).shape == (6, 4)
 

@@ -34,9 +34,9 @@ def transport(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Pr
 @pytest.mark.usefixtures("_default_group")
 def test_groups_have_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu, backends = transport(CPU, monkeypatch)
-    assert on_cpu.posts_early and backends == ["gloo"]
+    assert on_cpu.posts_early and backends == ["gloo", "gloo"]  # the axis and checkpoints
     on_gpu, backends = transport(GPU, monkeypatch)
-    assert not on_gpu.posts_early and backends == ["nccl", "gloo", "nccl", "nccl"]
+    assert not on_gpu.posts_early and backends == ["nccl", "gloo", "nccl", "nccl", "gloo"]
     assert on_gpu.pair_groups.keys() == {(0, 1, 0), (1, 0, 0)}
 
 
