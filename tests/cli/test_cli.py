@@ -407,7 +407,7 @@ def test_several_inputs_are_planned_checked_and_printed(user_models):
     assert code == 0, error
     inputs = autopar.Plan.load("plan.json").model.inputs
     assert [(i.name, i.shape, i.dtype) for i in inputs] == [("image", (6, 6), "float32"), ("tokens", (6, 5), "int64")]
-    code, out, error = invoke("codegen", "plan.json", "--rank", "0")
+    code, out, error = invoke("codegen", "plan.json", "--rank", "0", "--model", "own_models:Mixed")
     assert code == 0 and "# input   image: float32[" in out, error
     code, out, error = invoke("check", *MIXED, "--pp", "2", "--steps", "1")
     assert code == 0 and "4 in 2 microbatches of 2" in out and "Everything is equal" in out, out + error
@@ -418,7 +418,7 @@ def test_inputs_by_position_are_planned_but_cannot_be_rebuilt(user_models):
     shapes = ["--input", "4,4", "--input", "4,4"]
     code, _, error = invoke("plan", "own_models:Several", *shapes, "--devices", "2", "-o", "plan.json")
     assert code == 0, error
-    code, _, error = invoke("codegen", "plan.json", "--rank", "0")
+    code, _, error = invoke("codegen", "plan.json", "--rank", "0", "--model", "own_models:Several")
     assert code == 2
     assert re.search(
         r"Cannot call Several\.forward\(\*xs\) with .* field model\.inputs: xs_0, xs_1\. .*\*args", error

@@ -95,7 +95,7 @@ class WeighedLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = torch.eye(4).requires_grad_()
+        self.mix = torch.eye(4)
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu"):

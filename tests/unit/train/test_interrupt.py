@@ -24,7 +24,7 @@ from autopar.train import (
     Trainer,
     schedule,
 )
-from autopar.train.run.interrupt import deferred_interrupts
+from autopar.train.run.interrupt import deferred_interrupts, exits_on_sigterm
 
 
 class Noisy(nn.Sequential):
@@ -173,6 +173,15 @@ def test_a_fork_ends_when_it_is_terminated():
         process.terminate()
         process.join(30)
         assert process.exitcode == 143 and not interrupt.requested
+
+
+def test_sigterm_before_and_after_the_training_loop():
+    with pytest.raises(SystemExit) as ended, exits_on_sigterm():
+        with deferred_interrupts() as interrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.terminated
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
