@@ -88,7 +88,7 @@ class MakesTensors(nn.Module):
 
 
 class WeighedLoss(nn.Module):
-    """A loss with an autocast region of its own, which uses a weight that autocast would cache.
+    """A loss with an autocast region of its own.
 
     Its scale shows settings that change no number of such a small model.
     """

@@ -94,7 +94,7 @@ def main() -> None:
     warnings.simplefilter("ignore", autopar.PlanDependentRandomWarning)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(8, 16), nn.RReLU(), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 4))
     x, y = torch.randn(STEPS, 8, 8), torch.randint(0, 4, (STEPS, 8))
     constraints: dict[str, Any] = {axis: 2, "microbatches": 2, "timeout": TIMEOUT_SECONDS}
     if "checkpoint_timeout" in __import__("autopar.api.options").api.options.Options.__dataclass_fields__:
