@@ -125,6 +125,8 @@ def test_models_share_what_the_last_one_destroys(tmp_path: Path) -> None:
 
 
 UNCAUGHT = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as on another node, where the launcher does not know yet
 a, b = make(), make()
 if rank == 1:
     raise ArithmeticError("no data today")
