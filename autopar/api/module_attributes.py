@@ -56,6 +56,8 @@ OF_RESULT: Mapping[str, str] = {
 def missing_attribute(thing: object, name: str, instead: Mapping[str, str]) -> AttributeError:
     """Error of an attribute that an object lacks: what to use instead, if ``instead`` knows, or a similar name."""
     kind = type(thing).__name__
+    if hasattr(type(thing), name):  # a property, which raised an AttributeError of its own: raise that one
+        object.__getattribute__(thing, name)
     if name.startswith("register_") and name.endswith("_hook"):
         instead = {name: "register forward hooks before parallelize, or return from forward what they would read"}
     # With a name and without the object, Python does not add a suggestion of its own.

@@ -90,7 +90,9 @@ class Rank:
         self.ema = Average(ema, self.weights, {w.name: w for w in spec.weights}) if ema else None
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages are in their place
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
-        self.loss_fn: LossFunction = moved_to(spec.recipe.loss_fn, self.device)
+        self.loss_fn: LossFunction = spec.recipe.loss_fn
+        if self.is_last_stage:
+            self.loss_fn = moved_to(self.loss_fn, self.device)
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
         self.updated_buffers: set[str] = set()  # weights that training programs update in place
         self.bound_steps: dict[BoundStepKey, BoundStep] = {}

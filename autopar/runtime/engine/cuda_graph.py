@@ -308,10 +308,10 @@ def is_capturable(optimizer: Optimizer) -> bool:
     hooks on the step, or of a subclass with a step of its own.
     """
     is_single = list(nested(optimizer)) == [optimizer]
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return (
         is_single
-        and not hooked
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
         and not overrides_step(type(optimizer))
         and all(group.get("capturable") for group in optimizer.param_groups)
     )

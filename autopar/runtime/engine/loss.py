@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +45,9 @@ def naming_devices(loss_fn: LossFunction, device: torch.device) -> LossFunction:
     def loss_naming_devices(output: Any, target: Any) -> torch.Tensor:
         try:
             return loss_fn(output, target)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if not re.search("(same|expected) device", str(error)):
+                raise
             listed = ", ".join(f"`{place}` on {other}" for place, other in elsewhere.items())
             raise UsageError(
                 f"loss_fn fails on {device}: {error}. It reads {listed}. Pass a module with buffers or a "

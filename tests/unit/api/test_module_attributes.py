@@ -17,6 +17,7 @@ from torch import nn
 import autopar
 from autopar import ParallelModel, UsageError
 from autopar.api.module_attributes import OF_MODEL, OF_RESULT, OF_SCHEDULER
+from autopar.api.step_result import StepResult
 
 X, Y = torch.randn(4, 8), torch.randint(0, 4, (4,))
 
@@ -60,6 +61,14 @@ def test_a_misspelt_attribute_has_a_near_one(pm: ParallelModel) -> None:
     assert not isinstance(error.value, UsageError)
     expected = "AttributeError: ParallelModel has no attribute 'sate_dict'. Did you mean state_dict?\n"
     assert "".join(traceback.format_exception(error.value)).endswith(expected)
+
+
+def test_an_error_inside_a_property_is_not_hidden() -> None:
+    def read() -> Any:
+        raise AttributeError("inside of the read")
+
+    with pytest.raises(AttributeError, match="inside of the read"):
+        _ = StepResult(read).loss
 
 
 def test_a_model_is_neither_copied_nor_pickled(pm: ParallelModel) -> None:

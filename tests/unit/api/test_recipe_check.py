@@ -19,7 +19,7 @@ from autopar.api import parallelize as api
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 MODEL, OTHER = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), nn.Linear(4, 4)
 X, Y = torch.randn(4, 8), torch.randint(0, 4, (4,))
-PENALTY, WEIGHT = nn.Linear(2, 2), torch.ones(4)
+PENALTY, WEIGHT, FIRST = nn.Linear(2, 2), torch.ones(4), next(MODEL.parameters())
 
 
 class Margin(nn.Module):
@@ -78,7 +78,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "partial": ({"loss_fn": functools.partial(F.cross_entropy, weight=WEIGHT.clone().requires_grad_())}, "`weight`"),
     "global": ({"loss_fn": lambda output, _: output.mean() + PENALTY.weight.sum()}, r"`PENALTY\.weight` \[2, 2\], "),
     "penalty": (
-        {"loss_fn": lambda output, target, weight=next(MODEL.parameters()): output.mean() + weight.norm()},
+        {"loss_fn": lambda output, target, weight=FIRST: output.mean() + weight.norm()},
         r"`weight` \[16, 8\], the model's 0\.weight\. Ranks have copies",
     ),
     "ema": ({"ema": 0.999}, "ema= is a float, which cannot be called"),
