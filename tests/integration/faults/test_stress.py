@@ -180,16 +180,18 @@ class Run:
         return True
 
     def finish(self, seconds: float) -> int:
-        """Exit code, once all processes have ended."""
-        deadline = time.monotonic() + seconds
-        try:
-            wait_for(lambda: self.main.poll() is not None, seconds)
-            wait_for(lambda: not self.processes(), deadline - time.monotonic())
-        except AssertionError:
-            left = [f"{p.pid} {p.name()} {p.status()} {' '.join(p.cmdline())[-80:]}" for p in self.processes()]
-            for process in self.processes():
-                process.kill()
-            raise AssertionError(f"not ended {seconds:.0f} s after the fault: {left}\n{self.text[-4000:]}") from None
+        """Exit code, once all processes have ended; at the latest ``seconds`` after the last new phase."""
+        phases, deadline = "", time.monotonic() + seconds
+        while self.main.poll() is None or self.processes():
+            now = (self.folder / JOURNAL).read_text()
+            if now != phases:
+                phases, deadline = now, time.monotonic() + seconds
+            if time.monotonic() > deadline:
+                left = [f"{p.pid} {p.name()} {p.status()} {' '.join(p.cmdline())[-80:]}" for p in self.processes()]
+                for process in self.processes():
+                    process.kill()
+                raise AssertionError(f"not ended {seconds:.0f} s after the fault: {left}\n{self.text[-4000:]}")
+            time.sleep(0.05)
         for reader in self.readers:
             reader.join()
         code = self.main.poll()
@@ -235,7 +237,8 @@ def endure(folder: Path, launcher: str, axis: str, draw: Draw, truth: list[float
     run = Run(folder, launcher, axis, draw)
     outside = draw.kind in FROM_OUTSIDE
     hit = run.cause_fault() if outside else True
-    code = run.finish(END_SECONDS if outside and hit and draw.kind != "stop" else RUN_SECONDS)
+    goes_on = draw.kind == "stop" or draw.victim == "server"  # perhaps
+    code = run.finish(END_SECONDS if outside and hit and not goes_on else RUN_SECONDS)
     assert code == 0 or re.search(expected_error(draw), run.text), f"exit code {code}: {run.text[-4000:]}"
     assert not run.temporary_files
     if code == 0:
