@@ -151,10 +151,15 @@ class ParallelModel:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for a batch, in the order of the batch, without gradients and in the current mode.
+        """What the model returns for a batch, without gradients and in the current mode.
+
+        Outputs of microbatches are joined: samples are concatenated in the dim in which they lie, sums over samples are
+        added, and means are weighted by samples. The first call with a batch of a new size traces the model at that
+        size, which shows how. Batch norm in training uses the statistics of each microbatch.
 
         Raises:
-            UsageError: as `forward_backward`, or the outputs of microbatches cannot be joined.
+            UsageError: as `forward_backward`, or an output for the batch does not follow from those for the
+                microbatches, as a maximum over samples.
         """
         self._warn_of_autocast()
         with self._dispatcher.checking():
@@ -176,12 +181,14 @@ class ParallelModel:
                 that dim, whatever it means there; each microbatch gets all other tensors whole.
             y: the target of ``loss_fn``: a tensor, or a tuple or dict of tensors, whose first dim is the batch. Each
                 microbatch gets everything else in it whole.
+            return_outputs: whether the result has the model's outputs too, as `__call__` returns them.
             share: factor of the gradients: the batch's part of all samples of the next update. The loss is always the
                 mean over this batch.
 
         Raises:
             UsageError: structure, dtype or shape of the inputs differ from the example inputs, the data-parallel
-                replicas cannot share the batch evenly, or a tensor requires grad.
+                replicas cannot share the batch evenly, a tensor requires grad, or outputs are wanted that cannot be
+                joined.
             WorkerError: a rank failed; all are ended.
         """
         return self._train("forward_backward", x, y, return_outputs, share)

@@ -7,9 +7,9 @@ batch. What neither shows is `UNKNOWN`: nothing is concluded from a size that ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isclose
 from typing import Any, Literal
 
 import torch
@@ -60,6 +60,7 @@ ELEMENT_LOSSES = {
 }  # fmt: skip
 CLASS_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 NONE, AVERAGE, TOTAL = range(3)  # values of the argument ``reduction``
+UNUSED = -100  # torch's default of ``ignore_index``
 # Functions f with f(a + b) = f(a) + f(b) of all operands together.
 ADDITIVE = {
     *RESHAPES.split(), "add", "sub", "neg", "clone", "detach", "alias", "contiguous", "to.dtype", "_to_copy",
@@ -67,6 +68,7 @@ ADDITIVE = {
     "select.int", "slice.Tensor", "unbind.int", "stack", "cat", "expand", "flip", "roll", "split.Tensor", "chunk",
     "rsub",
 }  # fmt: skip
+MOVING = {*RESHAPES.split(), "expand", "permute", "transpose.int", "clone", "detach", "contiguous", "to.dtype"}
 SCALING = {"mul", "div", "true_divide"}
 # Linear in the first operand; with a bias only a mean stays a mean.
 PRODUCTS = {"linear", "matmul", "mm", "mv"}
@@ -181,7 +183,10 @@ class JoinAnalysis:
                 return [INDEX]
             return [self.uniform(op, twin) if key in UNIFORM and differ <= SIZES else UNKNOWN] * len(op.outputs)
         if "index" in kinds:
-            return [self.looked_up(op, read) if key == "index.Tensor" else UNKNOWN] * len(op.outputs)
+            if key == "index.Tensor" or key not in MOVING or not differ <= SIZES:
+                return [self.looked_up(op, read) if key == "index.Tensor" else UNKNOWN] * len(op.outputs)
+            moved = self.by_rule(key, op, {name: replace(join, kind="concatenate") for name, join in read.items()})
+            return [replace(join, kind="index") if join.kind == "concatenate" else join for join in moved]
         if kinds & {"sum", "mean"}:
             return [self.linear(key, op, twin, kinds, bool(differ))] * len(op.outputs)
         cut = key in PARTS and op.outputs[0].shape != self.whole.shapes[op.reads[0]]
@@ -253,15 +258,26 @@ class JoinAnalysis:
         return [Join("concatenate", Split(dim))] * len(op.outputs) if grows else unknown
 
     def looked_up(self, op: Op, read: Mapping[str, Join]) -> Join:
-        """An element of each sample: ``x[torch.arange(len(x)), i]``."""
-        values, indices = op.args[0].name, op.args[1]
-        at = [dim for dim, index in enumerate(indices) if isinstance(index, Ref)]
-        samples = [dim for dim in at if read[indices[dim].name] == INDEX]
-        others = {read[indices[dim].name] for dim in at if dim not in samples}
-        vectors = all(self.whole.shapes[indices[dim].name] == (self.batch,) for dim in at)
-        if not vectors or [read[values]] != [Join("concatenate", Split(dim)) for dim in samples] or others - {ROWS}:
+        """Elements of each sample: ``x[torch.arange(len(x)), i]``, with indices that are broadcast together."""
+        values, indices = op.args[0].name, dict(enumerate(op.args[1]))
+        by_dim = {dim: index.name for dim, index in indices.items() if isinstance(index, Ref)}
+        shapes = {dim: self.whole.shapes[name] for dim, name in by_dim.items()}
+        samples = [dim for dim, name in by_dim.items() if read[name].kind == "index"]
+        if [read[values]] != [Join("concatenate", Split(dim)) for dim in samples]:
             return UNKNOWN
-        return Join("concatenate", Split(at[0] if at == list(range(at[0], at[-1] + 1)) else 0))
+
+        def from_end(dim: int) -> int:
+            return read[by_dim[dim]].split.dim - len(shapes[dim])
+
+        position = from_end(samples[0])
+        for dim, name in by_dim.items():
+            copied = read[name] == SAME and (len(shapes[dim]) < -position or shapes[dim][position] == 1)
+            alike = read[name] != SAME and from_end(dim) == position and shapes[dim][position] == self.batch
+            if not copied and not alike:
+                return UNKNOWN
+        at, rank = list(by_dim), max(map(len, shapes.values()))
+        first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+        return Join("concatenate", Split(first + rank + position))
 
     def recurrent(self, op: Op, arguments: Mapping[str, Any]) -> Sequence[Join]:
         """Outputs of LSTM, GRU and RNN: those of all steps, then the last states, [layers, samples, ...]."""
@@ -274,8 +290,9 @@ class JoinAnalysis:
     def loss(self, key: str, op: Op, arguments: Mapping[str, Any]) -> Join:
         """A loss of elements or classes.
 
-        The mean over class indices leaves out those equal to ``ignore_index``, and weighs classes: the number that it
-        divides by is known only when it runs.
+        A mean over class indices divides by the weights of those that are not ``ignore_index``, a number that is known
+        only when it runs. It is the mean over samples where each has one index, classes have no weights and
+        ``ignore_index`` is torch's default, which classification does not use.
         """
         read = {name: self.joins[name] for name in op.reads}
         first = op.args[0].name
@@ -285,7 +302,8 @@ class JoinAnalysis:
             probabilities = self.whole.shapes[op.args[1].name] == self.whole.shapes[first]
             if splits != {Split(0)} or self.whole.shapes[first][0] % self.batch or len(self.whole.shapes[first]) < 2:
                 return UNKNOWN
-            if reduction == AVERAGE and not (probabilities and arguments.get("weight") is None):
+            labels = math.prod(self.whole.shapes[op.args[1].name]) == self.batch and arguments["ignore_index"] == UNUSED
+            if reduction == AVERAGE and (arguments["weight"] is not None or not (probabilities or labels)):
                 return UNKNOWN
         elif key not in ELEMENT_LOSSES or len({self.whole.shapes[n] for n in read if read[n] != SAME}) > 1:
             return UNKNOWN
@@ -323,9 +341,9 @@ class JoinAnalysis:
         if not ours or not theirs:
             return UNKNOWN
         ratio = theirs / ours if name != "mul" else ours / theirs  # of the factors, the batch's by the microbatch's
-        if join == SUM and isclose(ratio, self.samples / self.batch):
+        if join == SUM and math.isclose(ratio, self.samples / self.batch):
             return MEAN
-        return SUM if join == MEAN and isclose(ratio, self.batch / self.samples) else UNKNOWN
+        return SUM if join == MEAN and math.isclose(ratio, self.batch / self.samples) else UNKNOWN
 
 
 def equal_tensors(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -133,7 +133,7 @@ class SharedModule(nn.Module):
 
 
 class ManyOutputs(nn.Module):
-    """Two rows per sample, a table that ignores the input, an auxiliary loss, a number; or a maximum over samples."""
+    """Two rows per sample, a table that ignores the input, a mean, a number; largest: a maximum over samples."""
 
     def __init__(self, largest: bool = False) -> None:
         super().__init__()

@@ -181,7 +181,8 @@ def joined(outputs: list[Any], sizes: list[int], whole: list[torch.Size | None])
     for shape, *column in zip(whole, *map(leaves, outputs), strict=True):
         first = column[0]
         if shape is not None and shape != first.shape:
-            result.append(torch.cat(column))
+            grown = next(dim for dim, (size, part) in enumerate(zip(shape, first.shape)) if size != part)
+            result.append(torch.cat(column, grown))
         elif shape is not None and first.is_floating_point() and not shape:
             equal = all(torch.equal(first, leaf) for leaf in column)
             mean = sum(leaf * (size / sum(sizes)) for leaf, size in zip(column, sizes, strict=True))

@@ -84,7 +84,7 @@ def grouped(head: Head, h: Tensor) -> Tensor:
     return F.conv1d(h.transpose(1, 2).reshape(1, -1, 4), kernel, groups=len(h)).view(len(h), 2, 4)
 
 
-REDUCTIONS = ("none", "sum")
+REDUCTIONS = ("none", "sum", "mean")
 T = 4  # x is [batch, T, 6]
 JOINED: dict[str, Callable[[Head, Tensor], Any]] = {
     "time first": lambda m, h: h.transpose(0, 1),
@@ -102,6 +102,8 @@ JOINED: dict[str, Callable[[Head, Tensor], Any]] = {
     "in place": filled,
     "groups": grouped,
     "chosen token": lambda m, h: h[torch.arange(len(h)), h[..., 0].argmax(1)],
+    "chosen tokens": lambda m, h: h[torch.arange(len(h))[:, None], (h[:, :2, 0] > 0).long()],
+    "looked up by all": lambda m, h: h[torch.arange(len(h))[:, None, None], torch.arange(T)[:, None], torch.arange(6)],
     "along other dims": lambda m, h: (h.softmax(1), h.sort(dim=2).values, h.topk(2, dim=1), torch.fft.fft(h).abs()),
     "distances": lambda m, h: torch.cdist(h, m.linear.weight),
     "mean": lambda m, h: h.mean(),
@@ -133,10 +135,14 @@ REFUSED: dict[str, tuple[Callable[[Head, Tensor], Any], str]] = {
     "transformed": (lambda m, h: torch.fft.fftn(h).abs(), "through fft_fftn"),
     "one sample": (lambda m, h: h[0], "through select"),
     "window by the batch": (lambda m, h: h[:, 0, len(h) // 4 : len(h) // 4 + 2], "through slice"),
+    "another sample": (lambda m, h: h[torch.arange(len(h)), h[:, 0].argmax(0)[:1] % T], "through argmax"),
+    "swapped samples": (lambda m, h: h[(torch.arange(len(h)) + 1) % len(h)], "through add"),
     "indices": (lambda m, h: torch.arange(len(h)), r"Output 0 of Head is int64\[7\]"),
     "number in a tensor": (lambda m, h: torch.tensor(len(h)), "a tensor in its code that depends on the batch"),
     "rounded mean": (lambda m, h: h.mean().long(), "through to"),
-    "mean of classes": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1)), "through cross_entropy_loss"),
+    "some classes": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1), ignore_index=2), "cross_entropy_loss"),
+    "classes of tokens": (lambda m, h: F.cross_entropy(h.mT, h.argmax(2)), "through cross_entropy_loss"),
+    "weighted": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1), m.linear.bias.detach()), "cross_entropy_loss"),
     "other order": (lambda m, h: h[:, 0].reshape(6, len(h)), "through reshape"),
     "a list of samples": (lambda m, h: list(h), "it returns 7 values for the batch of 7 and 2 values for a microbatch"),
     "an updated sample": (lambda m, h: first_sample_zeroed(h), "Output 0 of Head"),
