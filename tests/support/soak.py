@@ -103,7 +103,7 @@ def usage(step: int, pm: Any) -> Usage:
 def shared_bytes() -> int:
     """Allocated bytes of the anonymous files through which this process and its workers pass tensors."""
     files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum(file.stat().st_blocks * 512 for file in files if os.readlink(file).startswith("/memfd:"))
+    return sum(file.stat().st_blocks * 512 for file in files if str(file.readlink()).startswith("/memfd:"))
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:

@@ -7,9 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 import psutil
+import pytest
 import torch.distributed as dist
 
 from autopar.measure.workers import Emit, WorkerLimits, WorkersExit, run_workers

@@ -142,7 +142,10 @@ REFUSED: dict[str, tuple[Callable[[Head, Tensor], Any], str]] = {
     "rounded mean": (lambda m, h: h.mean().long(), "through to"),
     "some classes": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1), ignore_index=2), "cross_entropy_loss"),
     "classes of tokens": (lambda m, h: F.cross_entropy(h.mT, h.argmax(2)), "through cross_entropy_loss"),
-    "weighted": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1), m.linear.bias.detach()), "cross_entropy_loss"),
+    "weighted": (
+        lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1), m.linear.bias.detach()),
+        "cross_entropy_loss",
+    ),
     "other order": (lambda m, h: h[:, 0].reshape(6, len(h)), "through reshape"),
     "a list of samples": (lambda m, h: list(h), "it returns 7 values for the batch of 7 and 2 values for a microbatch"),
     "an updated sample": (lambda m, h: first_sample_zeroed(h), "Output 0 of Head"),

@@ -1,4 +1,4 @@
-"""Keys of mesh axes: separate for models that are open together, the same again for a model that follows a closed one."""
+"""Keys of mesh axes: separate for models that are open together, reused by a model that follows a closed one."""
 
 from __future__ import annotations
 
