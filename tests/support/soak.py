@@ -103,7 +103,7 @@ def usage(step: int, pm: Any) -> Usage:
 def shared_bytes() -> int:
     """Allocated bytes of the anonymous files through which this process and its workers pass tensors."""
     files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum(file.stat().st_blocks * 512 for file in files if os.readlink(file).startswith("/memfd:"))
+    return sum(file.stat().st_blocks * 512 for file in files if str(file.readlink()).startswith("/memfd:"))
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -159,9 +159,8 @@ def run_steps(pm: Any, steps: int, every: int, folder: Path) -> list[Usage]:
 
 def build(model: nn.Module, devices: int, mesh: dict[str, int]) -> Any:
     x = torch.randn(BATCH, 3, 32, 32)
-    return autopar.parallelize(
-        model, devices, (x, 1.0), optimizer=partial(torch.optim.AdamW, lr=1e-3), microbatches=2, **mesh
-    )
+    options: dict[str, Any] = {"microbatches": 2} | mesh
+    return autopar.parallelize(model, devices, (x, 1.0), optimizer=partial(torch.optim.AdamW, lr=1e-3), **options)
 
 
 def rebuild(model: nn.Module, devices: int, mesh: dict[str, int], times: int, every: int) -> list[Usage]:

@@ -402,7 +402,9 @@ class BoundStep:
         if self.keep_outputs:
             # While training, an output of an earlier stage may lie in memory that the next step overwrites.
             copy = torch.Tensor.clone if self.training else torch.Tensor.detach
-            self.results.outputs[i] = [copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.results.outputs[i] = [
+                copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
         i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
