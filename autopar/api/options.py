@@ -39,7 +39,8 @@ class Options(PlanConstraints):
             peer access to symmetric memory; "auto" uses it where it can and "nccl" elsewhere.
         clip_grad_norm: largest 2-norm of all gradients together.
         clip_grad_value: largest absolute value of a gradient's element.
-        timeout: longest wait for a peer inside a step, second.
+        timeout: longest wait for a peer inside a step, second. A first step compiles: on GPUs all ranks at once, on CPU
+            (``compile=True``) one stage after the other, for which a long pipeline needs a longer timeout.
         checkpoint_timeout: longest wait for a peer in a save or load of a checkpoint, second; by default an hour, or
             ``timeout`` if that is longer.
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.fx import graph_module
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Mode
@@ -24,6 +27,24 @@ ADVICE = (
 )
 
 
+@contextlib.contextmanager
+def forget_sources() -> Iterator[None]:
+    """Within ``with``, torch.fx keeps no source of the modules that it generates.
+
+    It would keep each for the life of the process, for tracebacks through it: 45 kB a trace of two transformer blocks,
+    in a run that traces many shapes or builds many models.
+    """
+    sources = graph_module._loader.eval_cache  # not public; nothing public empties it
+    before = set(sources)
+    try:
+        yield
+    finally:
+        for name in sources.keys() - before:
+            del sources[name]
+            linecache.cache.pop(name, None)
+
+
+@forget_sources()
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> torch.export.ExportedProgram:
     """The exported program of ``model(*args, **kwargs)`` in ``mode``; the model is not changed.
 

@@ -113,7 +113,8 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         client.execute_cell(again, 4)
     assert text(again).splitlines() == [
         "0 workers",
-        "The workers are gone: KeyboardInterrupt during train_step. Call autopar.parallelize again.",
+        "The workers are gone: Ctrl-C during train_step, which some ranks may have done and others not. Call "
+        "autopar.parallelize again.",
         "same loss True",
         "0 workers",
     ]

@@ -9,5 +9,6 @@
 - Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads as ranks);
   `mesh_worker`, `training_worker` and `random_parity` are scripts that ranks run.
 - The command line: `cli` (in this process), `train_cli` (in its own), `bench`.
+- Long runs: `soak` (a script that watches memory, files and threads).
 - The test run: `effort` (fast or full), `traces` (cache of traces), `layers` (imports of the package).
 """

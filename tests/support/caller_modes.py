@@ -83,8 +83,8 @@ class MakesTensors(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.dropout(F.gelu(self.first(x)), 0.25, self.training)
-        made = torch.cumsum(torch.linspace(0.1, 0.7, x.shape[0], device=self.device), 0)  # rounded to the default dtype
-        return self.second(hidden + made.to(hidden.dtype)[:, None])
+        made = torch.cumsum(torch.linspace(0.1, 0.7, 16, device=self.device), 0)  # rounded to the default dtype
+        return self.second(hidden + made.to(hidden.dtype))
 
 
 class WeighedLoss(nn.Module):

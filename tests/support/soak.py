@@ -159,9 +159,8 @@ def run_steps(pm: Any, steps: int, every: int, folder: Path) -> list[Usage]:
 
 def build(model: nn.Module, devices: int, mesh: dict[str, int]) -> Any:
     x = torch.randn(BATCH, 3, 32, 32)
-    return autopar.parallelize(
-        model, devices, (x, 1.0), optimizer=partial(torch.optim.AdamW, lr=1e-3), microbatches=2, **mesh
-    )
+    options: dict[str, Any] = {"microbatches": 2} | mesh
+    return autopar.parallelize(model, devices, (x, 1.0), optimizer=partial(torch.optim.AdamW, lr=1e-3), **options)
 
 
 def rebuild(model: nn.Module, devices: int, mesh: dict[str, int], times: int, every: int) -> list[Usage]:

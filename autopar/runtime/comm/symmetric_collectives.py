@@ -17,13 +17,14 @@ from autopar.runtime.comm.symmetric_p2p import allocate
 
 # Up to this size every rank reads all summands whole (one-shot): a second barrier would cost more than it saves.
 ONE_SHOT_BYTES = 2**19
+MIN_GROWTH = 1.5  # of a buffer that is too small
 
 
 class SymmetricBufferPool:
     """Symmetric buffers of a group's GPUs, used in the current stream's order.
 
     Programs that are added later may need a larger buffer. Smaller buffers stay allocated, because captured steps use
-    them; there are few sizes.
+    them. Each is at least `MIN_GROWTH` times the one before, so that all together take at most three times the last.
     """
 
     def __init__(self, rank: int, device: torch.device, group: Any) -> None:
@@ -45,7 +46,7 @@ class SymmetricBufferPool:
             return
         # Allocation blocks the hosts until all meet, so no GPU may still wait inside an earlier collective.
         torch.cuda.synchronize(self.device)
-        self.allocations.append(allocate(num_bytes, self.device, self.group))
+        self.allocations.append(allocate(max(num_bytes, int(MIN_GROWTH * self.num_bytes)), self.device, self.group))
 
     @property
     def handle(self) -> Any:

@@ -447,8 +447,8 @@ def test_only_errors_of_the_disk_ask_for_room(tmp_path: Path) -> None:
     with small(lr_scheduler=scheduler) as pm, unchanged(pm), pytest.raises(CheckpointError) as error:
         pm.save_checkpoint(tmp_path / "saved")
     assert str(error.value).endswith(
-        "saved: AttributeError: 'WithoutState' object has no attribute 'milestones' on rank 0 (stage 0). Optimizer, "
-        "scheduler and averages need a state_dict() that works."
+        "saved: AttributeError: 'WithoutState' object has no attribute 'milestones' on rank 0 (stage 0). Training can "
+        "go on; mend the state_dict() of the optimizer or the scheduler that raised it."
     )
 
 

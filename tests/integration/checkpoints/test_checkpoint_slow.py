@@ -13,14 +13,15 @@ from support.checkpoint_models import ADAMW, CLASSES, ROWS, small
 from support.forks import run_on_two
 
 from autopar import WorkerError
+from autopar.runtime.engine.metrics import StepLimit
 from autopar.runtime.launch.pool import WorkerPool
 
 
 def test_workers_are_waited_for_as_long_as_a_command_may_take() -> None:
     pool = WorkerPool.__new__(WorkerPool)
-    pool.timeout_seconds, pool.checkpoint_seconds = 600.0, 3600.0
+    pool.limit, pool.checkpoint_seconds = StepLimit(600.0), 3600.0
     named = ["train_step", "train_step of step 3", "save_checkpoint", "inspect_checkpoint", "load_checkpoint"]
-    assert [pool.patience(name) for name in named] == [600, 600, 3600, 3600, 3600]
+    assert [pool.seconds(name) for name in named] == [600, 600, 3600, 3600, 3600]
 
 
 def slow_writer(caller: int, seconds: float) -> Any:

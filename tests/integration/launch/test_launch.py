@@ -328,7 +328,7 @@ def test_ranks_that_are_started_again_see_no_key_of_the_last_attempt(environ: An
 
 
 LEAVING = """
-import atexit, sys, time
+import atexit, sys, threading, time
 from types import SimpleNamespace
 from autopar.ir.mesh import Mesh
 from autopar.runtime.launch.spmd import SpmdBackend
@@ -338,7 +338,7 @@ class Stub(SimpleNamespace):
 
 atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Python waits for while it ends
 ranks = object.__new__(SpmdBackend)
-ranks.alarm = None
+ranks.alarm, ranks.lock = None, threading.RLock()
 ranks.rank = Stub(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=Stub(rank=0))
 with ranks.report_failures("train_step"):
     raise ArithmeticError("no loss today")

@@ -1,4 +1,4 @@
-"""Keys of mesh axes: separate for models that are open together, reused by a model that follows a closed one."""
+"""Keys of mesh axes differ between models that are open together; a model that follows a closed one has its keys."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from support.symmetric_buffers import on_all
 
 from autopar.runtime.comm import symmetric_collectives as symmetric_axis
-from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
+from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
 from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
 
 ROUNDS = 4
@@ -102,3 +102,17 @@ def test_who_reaches_whom() -> None:
     assert not have_peer_access([near[0], far[1]])
     assert not have_peer_access([PeerAccess("a", 0, frozenset()), PeerAccess("a", 0, frozenset())])  # each sees its own
     assert not have_peer_access([near[0], PeerAccess("a", 1, frozenset({2, 3}))])  # no link in one direction
+
+
+def test_buffers_that_grow_step_by_step_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps keep smaller buffers alive, so a run whose images grow must not have a buffer of each size."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        symmetric_axis, "allocate", lambda num_bytes, device, group: (torch.empty(num_bytes, dtype=torch.uint8), None)
+    )
+    pool = SymmetricBufferPool(0, torch.device("cpu"), None)
+    for num_bytes in range(1000, 100_000, 1000):
+        pool.reserve(num_bytes)
+        assert pool.num_bytes >= num_bytes
+    assert pool.allocations[0][0].numel() == 1000
+    assert sum(buffer.numel() for buffer, _ in pool.allocations) < 3 * pool.num_bytes

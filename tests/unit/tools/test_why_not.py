@@ -169,7 +169,7 @@ def test_a_users_own_model_is_planned_again(folder: Path) -> None:
     asked = ("--input", "image=4,6", "--input", "Tokens=4x5:int64", "--hardware", "h200-nvlink")
     code, _, error = invoke("plan", "why_models:Mixed", "--devices", "2", "--pp", "2", *asked, "-o", "plan.json")
     assert code == 0, error
-    (answer,) = reported("plan.json", "--why-not", "dp=2")["why_not"]
+    (answer,) = reported("plan.json", "--why-not", "dp=2", "--model", "why_models:Mixed")["why_not"]
     assert "--input image=4,6 --input Tokens=4,5:int64" in answer["command"], answer
 
 

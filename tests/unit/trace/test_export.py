@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.traced import Body, X
 from torch import nn
+from torch.fx import graph_module
 
 from autopar.errors import TraceError
 from autopar.trace.trace import trace
@@ -109,3 +111,11 @@ def test_a_backward_of_the_users_own_is_refused_not_dropped() -> None:
     with pytest.raises(TraceError, match=r"autograd\.Function Square .*detach"):
         trace(model, (X,))
     assert [op.name for op in trace(model, (X,), mode="eval").ops] == ["lin.linear", "mul"]
+
+
+def test_a_trace_leaves_no_source_behind() -> None:
+    """torch.fx keeps the source of each module that it generates for the life of the process."""
+    before = set(graph_module._loader.eval_cache), set(linecache.cache)
+    trace(nn.Linear(3, 2), (torch.randn(2, 3),))
+    assert set(graph_module._loader.eval_cache) == before[0]
+    assert not [name for name in set(linecache.cache) - before[1] if name.startswith("<eval_with_key>")]

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,11 +166,18 @@ def test_a_later_second_sigterm_ends_immediately(tmp_path: Path, monkeypatch: py
     assert ended.value.code == 143 and list(tmp_path.iterdir()) == []
 
 
+def sleep_after(started: Any) -> None:
+    started.send(None)
+    time.sleep(60)
+
+
 def test_a_fork_ends_when_it_is_terminated():
     """multiprocessing terminates its processes, which have the handlers of the process that they were forked from."""
     with deferred_interrupts() as interrupt:
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        ready, started = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=sleep_after, args=(started,))
         process.start()
+        ready.recv()  # before, Python in the child drops signals
         process.terminate()
         process.join(30)
         assert process.exitcode == 143 and not interrupt.requested

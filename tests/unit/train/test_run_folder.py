@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path: Path):
 
 def test_a_run_that_ended_before_its_first_last_goes_on_from_best(tmp_path: Path):
     restarted(tmp_path)
-    (tmp_path / "last" / "checkpoint.json").unlink()
+    shutil.rmtree(tmp_path / "last")
     assert restarted(tmp_path) == tmp_path / "best"
 
 
