@@ -165,8 +165,8 @@ def a_silent_peer_is_named() -> None:
 
 def symmetric_memory_needs_gpus() -> None:
     spec: Any = SimpleNamespace(
-        rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), collective_groups=(), transport="symmetric",
-        checkpoint_seconds=TIMEOUT_SECONDS,
+        rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), collective_groups=(),
+        transport="symmetric", checkpoint_seconds=TIMEOUT_SECONDS,
     )  # fmt: skip
     with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
         connect_rank(spec, {}, TIMEOUT_SECONDS, ExitStack())
