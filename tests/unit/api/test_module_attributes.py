@@ -32,7 +32,8 @@ def pm() -> Iterator[ParallelModel]:
 
 def test_every_attribute_of_a_module_is_there_or_explained() -> None:
     ours = set(dir(ParallelModel))
-    methods = {name for name in vars(nn.Module) if not name.startswith("_")}
+    added = {"smart_apply"}  # by transformers, where another test has imported it
+    methods = {name for name in vars(nn.Module) if not name.startswith("_")} - added
     hooks = {name for name in methods if name.startswith("register_") and "hook" in name}
     rare = {"T_destination", "call_super_init", "dump_patches", "extra_repr", "get_extra_state", "set_extra_state"}
     rare |= {"ipu", "mtia", "xpu", "to_empty", "set_submodule", "get_buffer"}
