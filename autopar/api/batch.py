@@ -107,17 +107,17 @@ def check_real(tree: Any, what: str, rank: int) -> None:
         )
 
 
-def check_detached(tree: Any, what: str) -> None:
+def check_detached(leaves: Sequence[Any], what: str) -> None:
     """Refuse tensors that require grad: a training step returns no gradients of them.
 
     Args:
-        tree: the inputs or targets of the caller.
+        leaves: those of the caller's inputs or targets.
         what: "input" or "target".
 
     Raises:
         UsageError: one of the tensors requires grad.
     """
-    for leaf in flatten(tree)[0]:
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise UsageError(
                 f"The {what} of shape {list(leaf.shape)} requires grad, but a training step returns gradients of the "

@@ -69,7 +69,7 @@ class BatchAgreement:
             if any(row[6] for row in rows):
                 check_not_refused(self.ranks.gathered(""), None, f"its part of {call}")
             if len({row[7] for row in rows}) > 1:
-                check_same_call(self.ranks.gathered(call))
+                raise different_calls(self.ranks.gathered(call))
             if len(self.num_batches) == MAX_KINDS:
                 self.num_batches.clear()
             self.num_batches[kind] += 1
@@ -133,8 +133,8 @@ def check_not_refused(refusals: Sequence[str], own: Exception | None, what: str)
         raise UsageError(f"Rank {rank} refused {what}, so nothing has changed on any rank: {refusals[rank]}")
 
 
-def check_same_call(calls: Sequence[str]) -> None:
-    """Raise a UsageError if the ranks make different calls.
+def different_calls(calls: Sequence[str]) -> UsageError:
+    """Error of ranks that make different calls.
 
     Args:
         calls: each rank's call as text.
@@ -143,7 +143,7 @@ def check_same_call(calls: Sequence[str]) -> None:
         f"{call} on rank {', '.join(str(rank) for rank, other in enumerate(calls) if other == call)}"
         for call in dict.fromkeys(calls)
     )
-    raise UsageError(
+    return UsageError(
         f"The ranks make different calls: {listed}. Nothing has changed. Every rank makes the same calls in the same "
         "order, on its own part of the batch."
     )

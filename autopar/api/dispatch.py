@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.api.batch import check_divisible, check_real, check_targets, replica_sizes, split_targets
+from autopar.api.batch import check_detached, check_divisible, check_real, check_targets, replica_sizes, split_targets
 from autopar.api.batch_agreement import BatchAgreement, checksum
 from autopar.api.outputs import Outputs, join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
@@ -205,6 +205,9 @@ class Dispatcher:
         known = self.partitions.get(key)
         with self.checking():
             self.check_weights_in_place(request.command)
+            if request.target is not None:
+                check_detached(leaves, "input")
+                check_detached(targets, "target")
             partition = known or self.partition(request, leaves)
             self.check_batch(request, partition, leaves, targets)
         await_agreement = None

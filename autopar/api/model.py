@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from autopar.api.batch import check_detached
 from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import BatchRequest, Dispatcher
-from autopar.api.module_attributes import OF_MODEL, OF_SCHEDULER, missing_attribute
+from autopar.api.module_attributes import OF_MODEL, missing_attribute
 from autopar.api.precision import warn_of_autocast
 from autopar.api.program_cache import ProgramCache
+from autopar.api.scheduler_handle import SchedulerHandle
 from autopar.api.state_dict import misfit
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
@@ -151,7 +151,7 @@ class ParallelModel:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for a batch, without gradients and in the current mode.
+        """The model's outputs for a batch, without gradients and in the current mode.
 
         Outputs of microbatches are joined: samples are concatenated in the dim in which they lie, sums over samples are
         added, and means are weighted by samples. The first call with a batch of a new size traces the model at that
@@ -242,8 +242,6 @@ class ParallelModel:
             check_share(share)
             call = as_call(self._model, x)
             call = self._programs.bind_call(call.args, call.kwargs)
-            check_detached(call.leaves, "input")
-            check_detached(y, "target")
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
@@ -304,14 +302,14 @@ class ParallelModel:
         """
         weights = {name: self._programs.example.weight[alias] for name, alias in self._aliases.items()}
         refusal = misfit(state, weights, self._state_names, self.plan.model.name)
-        refusals = self._ranks.gathered(refusal) if isinstance(self._ranks, SpmdBackend) else []
-        check_not_refused(refusals, UsageError(refusal) if refusal else None, "its state dict")
-        tensors = {self._aliases[name]: state[name] for name in self._state_names}
+        tensors = {} if refusal else {self._aliases[name]: state[name] for name in self._state_names}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        by_rank = self._ranks.gathered((refusal, dtypes)) if isinstance(self._ranks, SpmdBackend) else []
+        check_not_refused([text for text, _ in by_rank], UsageError(refusal) if refusal else None, "its state dict")
         arguments = {}
         if isinstance(self._ranks, SpmdBackend):
-            dtypes = self._ranks.gathered({name: tensor.dtype for name, tensor in tensors.items()})[0]
             if self._ranks.numbers[0] != 0:
-                tensors = {name: t.to("meta", dtypes[name]) for name, t in tensors.items()}
+                tensors = {name: t.to("meta", by_rank[0][1][name]) for name, t in tensors.items()}
             arguments[self._ranks.numbers[0]] = (self._ranks.parts_of_rank0(tensors),)
         else:
             for rank in self._ranks.numbers:
@@ -462,40 +460,3 @@ def check_share(share: float) -> None:
             f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
             "1 / 4 for each of four equal parts."
         )
-
-
-class SchedulerHandle:
-    """Steps the learning-rate schedulers of all ranks."""
-
-    def __init__(self, dispatcher: Dispatcher, has_schedulers: bool) -> None:
-        self._dispatcher, self._has_schedulers = dispatcher, has_schedulers
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``step`` of every rank's scheduler.
-
-        Raises:
-            UsageError: parallelize was given no lr_scheduler, or the scheduler refuses the arguments.
-        """
-        self._step("step", args, kwargs)
-
-    def step_update(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``step_update`` of every rank's scheduler, which timm's have.
-
-        Raises:
-            UsageError: as `step`, or the scheduler has no such method.
-        """
-        self._step("step_update", args, kwargs)
-
-    def _step(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not self._has_schedulers:
-            raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
-        self._dispatcher.call_all("scheduler_step", method, args, kwargs)
-
-    def get_last_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return max(self._dispatcher.call_all("learning_rates").values(), key=len)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise missing_attribute(self, name, OF_SCHEDULER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 from autopar.errors import MissingAttributeError, suggest
@@ -56,11 +57,11 @@ OF_RESULT: Mapping[str, str] = {
 def missing_attribute(thing: object, name: str, instead: Mapping[str, str]) -> AttributeError:
     """Error of an attribute that an object lacks: what to use instead, if ``instead`` knows, or a similar name."""
     kind = type(thing).__name__
-    if hasattr(type(thing), name):  # a property, which raised an AttributeError of its own: raise that one
+    if inspect.getattr_static(type(thing), name, None) is not None:  # a property raised an AttributeError: raise it
         object.__getattribute__(thing, name)
     if name.startswith("register_") and name.endswith("_hook"):
         instead = {name: "register forward hooks before parallelize, or return from forward what they would read"}
-    # With a name and without the object, Python does not add a suggestion of its own.
+    # Python adds a second suggestion to an error that has both the name and the object.
     if name in instead:
         return MissingAttributeError(f"{kind} has no attribute {name!r}: {instead[name]}.", name=name)
     near = suggest(name, [known for known in dir(type(thing)) if not known.startswith("_")])

@@ -10,9 +10,8 @@ from typing import Any, Protocol, get_args, runtime_checkable
 from autopar.errors import UsageError, suggest
 from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan_constraints import PlanConstraints, check_choice, check_positive, check_switch
-from autopar.runtime.comm.protocols import TransportName
+from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 
-CHECKPOINT_SECONDS = 3600.0
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
@@ -39,8 +38,8 @@ class Options(PlanConstraints):
             peer access to symmetric memory; "auto" uses it where it can and "nccl" elsewhere.
         clip_grad_norm: largest 2-norm of all gradients together.
         clip_grad_value: largest absolute value of a gradient's element.
-        timeout: longest wait for a peer inside a step, second. A first step compiles: on GPUs all ranks at once, on CPU
-            (``compile=True``) one stage after the other, for which a long pipeline needs a longer timeout.
+        timeout: longest wait for a peer inside a step, second. A first step compiles too: with ``compile=True``
+            on CPU the stages compile one after the other, and a long pipeline needs a longer timeout.
         checkpoint_timeout: longest wait for a peer in a save or load of a checkpoint, second; by default an hour, or
             ``timeout`` if that is longer.
 

@@ -13,8 +13,9 @@ from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.program import Program
-from autopar.runtime.comm.protocols import TransportName
-from autopar.runtime.engine.executor import ActionTiming, StepData, channel_index
+from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
+from autopar.runtime.engine.edges import channel_index
+from autopar.runtime.engine.executor import ActionTiming, StepData
 from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.sharding.tensors import local_part
 
@@ -102,7 +103,7 @@ class RankSpec:
     cuda_graph: bool = True
     transport: TransportName = "auto"
     settings: TorchSettings = field(default_factory=TorchSettings.current)
-    checkpoint_seconds: float = 3600.0
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
 
     @property
     def place(self) -> Place:

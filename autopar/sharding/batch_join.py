@@ -2,7 +2,11 @@
 
 Operations have the same names at any batch size, so both graphs are walked together. The rules say where the samples
 lie after an operation, the shapes and numbers in both graphs say whether it treats the microbatch as it treats the
-batch. What neither shows is `UNKNOWN`: nothing is concluded from a size that happens to fit.
+batch. What neither shows is `UNKNOWN`.
+
+Error: two things are assumed. An operation without a rule keeps the samples in their dim if only that dim grows and no
+argument names it (`by_shape`); an operator of the user's that mixes samples without saying so is not noticed. And no
+class index is -100 where a mean over one index per sample ignores it (`loss`).
 """
 
 from __future__ import annotations

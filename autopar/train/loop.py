@@ -30,7 +30,7 @@ from autopar.train.rank_zero import run_on_rank_zero
 from autopar.train.run.folder import start_again
 from autopar.train.run.interrupt import Interrupt, TrainingInterrupted, TrainingTerminated, deferred_interrupts
 from autopar.train.run.reports import EpochReport, EpochSums, RunPosition, StepReport
-from autopar.train.run.state import SavedRun, latest, read_run
+from autopar.train.run.state import SavedRun, latest_by_rank_zero, read_run
 
 SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
@@ -334,10 +334,10 @@ class Trainer:
         """
         instead = f'remove the run first with autopar.train.remove_run(Path("{folder}")).'
         broadcast = self.pm.broadcast_from_rank0
-        name = run_on_rank_zero(lambda: str(latest(Path(folder), instead) or ""), broadcast)
-        if name:
-            self.resume(name)
-            return Path(name)
+        checkpoint = latest_by_rank_zero(Path(folder), instead, broadcast)
+        if checkpoint is not None:
+            self.resume(checkpoint)
+            return checkpoint
         run_on_rank_zero(partial(start_again, Path(folder)), broadcast)
         return None
 

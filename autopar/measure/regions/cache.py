@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -109,14 +109,11 @@ class TimesCache:
 def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically; a process that is killed leaves at most a temporary file that nobody reads.
 
-    Its permissions are those of a new file, for users who share the folder: NamedTemporaryFile makes it private.
+    The temporary file has another name in each process, since several may write the same times.
     """
-    umask = os.umask(0o077)  # the only portable way to read the mask
-    os.umask(umask)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-        os.fchmod(file.fileno(), 0o666 & ~umask)
-    Path(file.name).replace(path)
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def digest(*texts: str) -> str:

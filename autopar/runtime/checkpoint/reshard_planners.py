@@ -43,7 +43,15 @@ from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header, SavedFile
 from autopar.ir.units import of_type
 from autopar.runtime.checkpoint.folder import LISTED, METADATA, TRAINING, Save, sha256
-from autopar.runtime.checkpoint.rank_state import RankState, ShardedTensor, Training, encoded_training, merged
+from autopar.runtime.checkpoint.rank_state import (
+    RankState,
+    ShardedTensor,
+    Training,
+    decoded_training,
+    described,
+    encoded_training,
+    merged,
+)
 
 # The metadata file is a pickle and needs only these names. Other names in it do not come from a save.
 METADATA_TYPES = {
@@ -275,3 +283,15 @@ def read_metadata(data: Path) -> Metadata:
                 "checkpoint."
             )
     return metadata
+
+
+def read_training(data: Path) -> Training:
+    """State other than tensors in a data folder.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        return decoded_training((data / TRAINING).read_bytes())
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(f"{data / TRAINING} is damaged: {described(error)}. Use another checkpoint.") from error

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.layout import REPLICATED, Layout
-from autopar.runtime.checkpoint.folder import TRAINING
 from autopar.runtime.checkpoint.rank_state import (
     EMA,
     MODEL,
@@ -22,13 +21,11 @@ from autopar.runtime.checkpoint.rank_state import (
     ShardedTensor,
     Training,
     copied,
-    decoded_training,
-    described,
     named_groups,
     sharded_tensor,
     state_key,
 )
-from autopar.runtime.checkpoint.reshard_planners import saved_tensor
+from autopar.runtime.checkpoint.reshard_planners import read_training, saved_tensor
 from autopar.runtime.random_state import generator_states, seed_generators, seed_of, set_generator_states
 
 # Options that select an optimizer's kernels and do not change its results.
@@ -53,12 +50,7 @@ class Restore:
             CheckpointError: the checkpoint is damaged, or its optimizer is of another kind.
         """
         rank, updater = self.rank, self.rank.updater
-        try:
-            self.training = decoded_training((self.data / TRAINING).read_bytes())
-        except Exception as error:  # a damaged file raises anything
-            raise CheckpointError(
-                f"{self.data / TRAINING} is damaged: {described(error)}. Use another checkpoint."
-            ) from error
+        self.training = read_training(self.data)
         pieces: list[ShardedTensor] = []
 
         def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import HERE, Header
 from autopar.runtime.checkpoint.folder import (
-    TRAINING,
     check_hashes,
     check_sizes,
     is_checkpoint,
     kept,
     read_header_alone,
 )
-from autopar.runtime.checkpoint.rank_state import EMA, MODEL, Training, decoded_training, described, state_key
-from autopar.runtime.checkpoint.reshard_planners import read_metadata, saved_tensor
+from autopar.runtime.checkpoint.rank_state import EMA, MODEL, Training, state_key
+from autopar.runtime.checkpoint.reshard_planners import read_metadata, read_training, saved_tensor
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,13 @@ def check_contents(data: Path, header: Header) -> None:
         CheckpointError: a file cannot be read, or a tensor or a part of it is missing.
     """
     metadata = read_metadata(data)
-    try:
-        training = decoded_training((data / TRAINING).read_bytes())
-    except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(f"{data / TRAINING} is damaged: {described(error)}. Use another checkpoint.") from error
+    training = read_training(data)
     for weight in header.weights:
         if tuple(saved_tensor(metadata, f"{MODEL}.{weight.name}").size) != weight.shape:
             raise CheckpointError(f"{data} has {weight.name} in another shape than its header. Use another checkpoint.")
+    places = {(index.fqn, index.offset): place for index, place in (metadata.storage_data or {}).items()}
     for key in [*metadata.state_dict_metadata, *training_keys(training)]:
-        check_whole(data, key, metadata, header)
+        check_whole(data, key, saved_tensor(metadata, key), places, header)
 
 
 def training_keys(training: Training) -> Iterable[str]:
@@ -78,10 +76,14 @@ def training_keys(training: Training) -> Iterable[str]:
         yield from (state_key(name, key) for key in (*state.split, *state.whole))
 
 
-def check_whole(data: Path, key: str, metadata: Metadata, header: Header) -> None:
-    """Raise a CheckpointError unless the boxes of a tensor lie in it, fill it, and lie in the files."""
-    tensor = saved_tensor(metadata, key)
-    places = {(index.fqn, index.offset): place for index, place in (metadata.storage_data or {}).items()}
+def check_whole(
+    data: Path, key: str, tensor: TensorStorageMetadata, places: Mapping[tuple[str, Any], Any], header: Header
+) -> None:
+    """Raise a CheckpointError unless the boxes of a tensor lie in it, fill it, and lie in the files.
+
+    Args:
+        places: place in the files of each box, by key and offsets.
+    """
     filled = 0
     for box in tensor.chunks:
         place = places.get((key, box.offsets))

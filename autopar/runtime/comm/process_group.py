@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.runtime.comm.protocols import (
+    CHECKPOINT_SECONDS,
     GatherHandle,
     MessageBytes,
     P2PChannel,
@@ -35,7 +36,7 @@ NO_SYMMETRIC_MEMORY = (
 
 
 def check_default_group(rank: int, world: int, device: torch.device) -> None:
-    """Check that the caller's default process group fits a rank, so that the rank can make groups of its own from it.
+    """Check that the caller's default process group has the ranks and a backend that a run needs.
 
     Args:
         rank, world: this process's rank and the number of ranks, by the launcher.
@@ -72,7 +73,7 @@ class ProcessGroupTransport:
         rank_sets: Iterable[tuple[int, ...]],
         timeout_seconds: float,
         transport: TransportName = "auto",
-        checkpoint_seconds: float = 3600.0,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
     ) -> None:
         """Connect all pairs and groups.
 

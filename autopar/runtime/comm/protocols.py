@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 TransportName = Literal["auto", "nccl", "symmetric"]
+CHECKPOINT_SECONDS = 3600.0  # default of the longest wait for a rank in a save or load
 MessageBytes = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
 SendHandle = Callable[[], None]  # waits for an asynchronous call
 RecvHandle = Callable[[], torch.Tensor]  # waits and returns the received tensor
@@ -59,7 +60,7 @@ class Transport(P2PChannel, FlagChannel, Protocol):
 
     @property
     def checkpoint_group(self) -> Any:
-        """Process group of all hosts for saves and loads, with a timeout of its own; None without processes."""
+        """Gloo group of all ranks for saves and loads, with a longer timeout; None where ranks are no processes."""
         ...
 
     def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:

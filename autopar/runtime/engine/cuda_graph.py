@@ -305,7 +305,7 @@ def is_capturable(optimizer: Optimizer) -> bool:
     """Whether a graph can hold the optimizer's whole step, without Python code that each step has to run again.
 
     Every group has torch's ``capturable``: the optimizer keeps no changing number on the host. This says nothing of
-    hooks on the step, or of a subclass with a step of its own.
+    hooks on the step, or of a subclass that overrides ``step``.
     """
     is_single = list(nested(optimizer)) == [optimizer]
     return (

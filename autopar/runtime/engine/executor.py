@@ -19,10 +19,18 @@ import torch
 from torch import nn
 
 from autopar.errors import UsageError
-from autopar.ir.graph import Ref, Value
-from autopar.ir.program import Edge, Program, input_names
+from autopar.ir.graph import Ref
+from autopar.ir.program import Edge, Program
 from autopar.ir.pytree import tree_map, unflatten
 from autopar.runtime.comm.protocols import FlagChannel, MessageBytes, RecvHandle, SendHandle, Transport
+from autopar.runtime.engine.edges import (
+    channel_index,
+    distinct_values,
+    edge_check,
+    gradient_edge,
+    input_indices,
+    inverse_permutation,
+)
 from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
@@ -450,49 +458,3 @@ class BoundStep:
                 self.send_flags(exists_for_dst, stage, dst, self.tag(FLAGS_INDEX, i, stage, dst))
 
         return backward
-
-
-def channel_index(src: int, dst: int, pp: int, chunks: int) -> int:
-    """Index of two chunks among the chunk pairs of their ranks; messages are in order per chunk pair only."""
-    return src // pp * chunks + dst // pp
-
-
-def input_indices(programs: Sequence[Program]) -> list[list[int]]:
-    """Indices of each program's inputs among a rank's inputs for a microbatch."""
-    names = input_names(programs)
-    return [[names.index(value.name) for value in program.inputs] for program in programs]
-
-
-def gradient_edge(tensor: torch.Tensor) -> Any:
-    """Gradient edge of a tensor; None for a tensor without a graph."""
-    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def inverse_permutation(order: Sequence[int]) -> list[int]:
-    """Permutation that undoes ``order``."""
-    return [order.index(d) for d in range(len(order))]
-
-
-def edge_check(edge: Edge, prefix: str = "") -> Callable[[torch.Tensor], None]:
-    """Function that asserts the dtype and shape of a tensor before it travels over an edge.
-
-    The receiver has allocated what the edge says. Gloo would deliver a message of another length without an error.
-
-    Args:
-        prefix: stands before the value's name in the message.
-    """
-    value, dtype = edge.value, getattr(torch, edge.value.dtype)
-    shape = torch.Size(value.shape)
-
-    def check(tensor: torch.Tensor) -> None:
-        assert tensor.dtype == dtype and tensor.shape == shape, (
-            f"between stages {edge.src} and {edge.dst}, {prefix}{value.name} is {tensor.dtype} {list(tensor.shape)}, "
-            f"but {dtype} {list(shape)} in the program"
-        )
-
-    return check
-
-
-def distinct_values(edges: Sequence[Edge]) -> list[Value]:
-    """Values that travel over the edges, each once, in order."""
-    return list({e.value.name: e.value for e in edges}.values())

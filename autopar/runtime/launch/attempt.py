@@ -2,7 +2,7 @@
 
 A launcher that starts failed ranks again keeps its store, and with it what earlier attempts wrote: their failures, and
 the addresses of their process groups. TORCHELASTIC_RESTART_COUNT cannot tell attempts apart, because the nodes of
-torchrun count differently: each counts failures of its own processes only.
+torchrun count differently: a node counts the failures of local processes only.
 
 Keys, where a nonce is a number that nobody else draws:
 
@@ -48,8 +48,8 @@ def chosen_name(store: dist.Store, world: int, seconds: float) -> str:
     for _ in polls(seconds):
         if read(store, "hello/0") != name:
             raise UsageError(
-                "Another process has started as rank 0 while this one waited for other ranks. Start each job with a "
-                "port of its own (MASTER_PORT)."
+                "Another process has started as rank 0 while this one waited for other ranks. Give each job another "
+                "MASTER_PORT."
             )
         for rank in range(1, world):
             nonce = read(store, f"hello/{rank}")

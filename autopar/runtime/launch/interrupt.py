@@ -11,7 +11,7 @@ from types import FrameType
 
 
 @contextmanager
-def deferred_interrupt(call: str) -> Iterator[None]:
+def interrupt_at_end(call: str) -> Iterator[None]:
     """Context in which the first Ctrl-C is handled at the end, and a second one immediately.
 
     Args:
@@ -29,7 +29,8 @@ def deferred_interrupt(call: str) -> Iterator[None]:
         frames.append(frame)
         if len(frames) > 1:
             handler(number, frame)
-        else:  # not print: the signal may have interrupted one
+        elif handler is signal.default_int_handler:  # another handler says itself what happens
+            # Not print: the signal may have interrupted one.
             os.write(2, f"\nautopar: interrupted once {call} has ended. Ctrl-C again ends the model.\n".encode())
 
     signal.signal(signal.SIGINT, defer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -20,7 +21,7 @@ from autopar.errors import UsageError, WorkerError
 from autopar.runtime.commands import COMMANDS, command_named
 from autopar.runtime.engine.metrics import StepLimit
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
-from autopar.runtime.launch.interrupt import deferred_interrupt
+from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.loopback import HOST, loopback_store
 from autopar.runtime.launch.replies import GRACE_SECONDS, Replies
@@ -28,6 +29,7 @@ from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.worker import LEAVE, START_SECONDS, Failure, Start, main
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
+STARTING = ("start", "weights", "connect")  # commands of a worker before its rank answers
 EXIT_SECONDS = 3.0  # time for a worker to end by itself once it was told to leave
 
 
@@ -104,7 +106,7 @@ class WorkerPool:
         command = command_named(name)
         if command.is_step and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
             return self.begin(name, arguments)
-        with deferred_interrupt(name) if command.reads_only else nullcontext():
+        with interrupt_at_end(name) if command.reads_only else nullcontext():
             return self.carry_out(name, name, arguments, command.borrows_inputs)
 
     def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
@@ -116,7 +118,7 @@ class WorkerPool:
         numbers: list[StepNumbers] = []  # once they are read
 
         def read() -> StepNumbers:
-            with self.lock, deferred_interrupt(f"the wait for {name}"):
+            with self.lock, interrupt_at_end(f"the wait for {name}"):
                 if not numbers:
                     numbers.append(self.read(step))
             return numbers[0]
@@ -153,7 +155,7 @@ class WorkerPool:
             self.check_open()
             start = time.perf_counter()
             messages = {rank: self.encoded(rank, command, name, own, borrowed) for rank, own in arguments.items()}
-            seconds = self.seconds(name)
+            seconds = self.seconds(command)
             try:
                 for rank, message in messages.items():
                     try:
@@ -192,12 +194,12 @@ class WorkerPool:
         except Exception as error:
             raise cannot_send(name, own, "arguments", error) from error
 
-    def seconds(self, name: str) -> float:
-        """Longest wait for a reply to a command."""
-        if name == "start":
+    def seconds(self, command: str) -> float:
+        """Longest wait for a reply to a command of ranks or workers."""
+        if command in STARTING:
             return max(self.limit.seconds, START_SECONDS)
-        uses_files = name in COMMANDS and COMMANDS[name].uses_files  # a launched step is named in words
-        return self.checkpoint_seconds if uses_files else self.limit.seconds
+        of_rank = COMMANDS.get(command)
+        return self.checkpoint_seconds if of_rank is not None and of_rank.uses_files else self.limit.seconds
 
     def fail(self, name: str, failures: Mapping[int, Failure | None]) -> None:
         """Raise the one error of a failed command. A failure of None stands for a rank that died."""
@@ -209,7 +211,7 @@ class WorkerPool:
             )
             reason = (
                 "If nobody killed it, the system may have run out of memory: use more microbatches or more devices."
-                if "SIGKILL" in code
+                if self.processes[dead[0]].returncode == -signal.SIGKILL
                 else "It wrote what it had to say to stderr, which notebooks show in the terminal of their server."
             )
             raise WorkerError(f"{self.failed} {reason}")

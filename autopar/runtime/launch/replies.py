@@ -14,7 +14,7 @@ from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.worker import WHERE, Failure, Position
 
 GRACE_SECONDS = 1.0  # after the first failure, to receive the failure of the rank that caused it
-ANSWER_SECONDS = 5.0  # for a rank to say where it is; a thread of its own answers
+ANSWER_SECONDS = 5.0  # for a rank to say where it is; its listener thread answers
 
 
 class Replies:

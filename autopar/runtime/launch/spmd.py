@@ -26,7 +26,7 @@ from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure, publish_uncaught
-from autopar.runtime.launch.interrupt import deferred_interrupt
+from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.model_groups import DEFAULT_GROUP, DROPPED, close_dropped
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.random_state import RandomState
@@ -91,7 +91,7 @@ class SpmdBackend:
         device, world = torch.device(spec.device), spec.mesh.devices
         self.opened = ExitStack()  # process groups and their users
         number = next(MODELS)
-        # Without close() the process groups remain until the next model; the rank's memory is freed immediately.
+        # Without close() the process groups remain until the next model. They do not keep the rank's memory.
         self.when_dropped = weakref.finalize(self, DROPPED.__setitem__, number, self.opened)
         self.when_dropped.atexit = False
         self.alarm: FailureWatcher | None = None  # None in a process group of the caller, whose store is unknown
@@ -276,7 +276,7 @@ def running_command(ranks: InProcessBackend | SpmdBackend, command: str, reads_o
     Raises:
         UsageError: an earlier command has raised, or the ranks are closed.
     """
-    with ranks.lock, deferred_interrupt(command) if reads_only else nullcontext():
+    with ranks.lock, interrupt_at_end(command) if reads_only else nullcontext():
         check_open(ranks)
         start = time.perf_counter()
         try:

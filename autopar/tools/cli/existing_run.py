@@ -11,7 +11,8 @@ import typer
 
 from autopar.errors import UsageError
 from autopar.runtime.launch.environment import broadcast_from_rank0, launched
-from autopar.train import LAST, Trainer, check_free, last_of, latest, lies_in, remove_run, run_in, run_on_rank_zero
+from autopar.train import LAST, Trainer, check_free, last_of, lies_in, remove_run, run_in, run_on_rank_zero
+from autopar.train.run.state import latest_by_rank_zero
 
 AUTO = "auto"  # of --resume
 INSTEAD = "choose another --output, or pass --overwrite without --resume to remove the run and start over."
@@ -65,8 +66,7 @@ def resumed_checkpoint(folder: Path, resume: str | None, overwrite: bool) -> Pat
             "--resume auto goes on with the run in --output, --overwrite would remove it. Leave one of them out."
         )
     if resume == AUTO:
-        name = run_on_rank_zero(lambda: str(latest(folder, INSTEAD) or ""), broadcast_from_rank0)
-        return Path(name) if name else None
+        return latest_by_rank_zero(folder, INSTEAD, broadcast_from_rank0)
     checkpoint = checkpoint_of(Path(resume)) if resume is not None else None
     run_on_rank_zero(partial(check_folder, folder, checkpoint, overwrite), broadcast_from_rank0)
     return checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -14,7 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from autopar.api.checkpoint import read_header
 from autopar.errors import CheckpointError, UsageError
 from autopar.ir.units import plural
-from autopar.runtime.checkpoint.folder import check_sizes, is_checkpoint
+from autopar.runtime.checkpoint.folder import check_sizes, is_checkpoint, kept
+from autopar.train.rank_zero import run_on_rank_zero
 from autopar.train.run.folder import BEST, LAST, check_no_weights
 from autopar.train.run.reports import EpochReport, EpochSums, RunPosition
 
@@ -93,9 +94,10 @@ def latest(folder: Path, instead: str) -> Path | None:
         UsageError: no trainer wrote it, or the folder has weights without a checkpoint.
     """
     last, best = folder / LAST, folder / BEST
-    if kept := sorted(str(data.parent) for data in last.glob("data-*/checkpoint.json") if not is_checkpoint(last)):
+    if last.is_dir() and not is_checkpoint(last) and (whole := kept(last)):
         raise CheckpointError(
-            f"{last} has lost its checkpoint.json, but {', '.join(kept)} has one. Resume from that, or {instead}"
+            f"{last} has lost its checkpoint.json, but {', '.join(map(str, whole))} has one. Resume from that, or "
+            f"{instead}"
         )
     if not is_checkpoint(last) and not is_checkpoint(best):
         check_no_weights(folder, instead)
@@ -111,3 +113,14 @@ def latest(folder: Path, instead: str) -> Path | None:
             error = CheckpointError(f"{error} {best} is whole, after {updates}: resume from that, or {instead}")
         raise error from None
     return last
+
+
+def latest_by_rank_zero(folder: Path, instead: str, broadcast: Callable[[str], str]) -> Path | None:
+    """As `latest`, decided by rank 0 for all ranks; ``broadcast`` as in `run_on_rank_zero`."""
+
+    def name() -> str | None:
+        checkpoint = latest(folder, instead)
+        return None if checkpoint is None else str(checkpoint)
+
+    found = run_on_rank_zero(name, broadcast)
+    return None if found is None else Path(found)

@@ -20,7 +20,7 @@ from autopar.runtime.launch.pool import WorkerPool
 def test_workers_are_waited_for_as_long_as_a_command_may_take() -> None:
     pool = WorkerPool.__new__(WorkerPool)
     pool.limit, pool.checkpoint_seconds = StepLimit(600.0), 3600.0
-    named = ["train_step", "train_step of step 3", "save_checkpoint", "inspect_checkpoint", "load_checkpoint"]
+    named = ["train_step", "read", "save_checkpoint", "inspect_checkpoint", "load_checkpoint"]
     assert [pool.seconds(name) for name in named] == [600, 600, 3600, 3600, 3600]
 
 

@@ -27,7 +27,7 @@ from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import LocalTransport
 from autopar.runtime.comm.protocols import RecvHandle
-from autopar.runtime.engine.executor import inverse_permutation
+from autopar.runtime.engine.edges import inverse_permutation
 from autopar.runtime.engine.send_lifetimes import send_lifetimes
 from autopar.runtime.memory import peaks as memory
 from autopar.schedule.actions import Action
