@@ -34,8 +34,13 @@ def connections(store: dist.TCPStore) -> set[int]:
     return {c.fd for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr[1] == store.port}
 
 
+def publish(store: dist.TCPStore, key: str, text: str) -> None:
+    """Writes and waits for the answer; ``set`` does not, so that another connection may read before it."""
+    assert store.compare_set(key, "", text) == text.encode()
+
+
 def test_a_failure_of_one_model_does_not_end_another(store: dist.TCPStore, watchers: list[FailureWatcher]) -> None:
-    store.set("failed/0", "rank 1 failed")
+    publish(store, "failed/0", "rank 1 failed")
     assert [watcher.poll_failure(0.0) for watcher in watchers] == ["rank 1 failed", None]
     with pytest.raises(ArithmeticError), watchers[1].report_failures("train_step"):
         raise ArithmeticError("no loss today")
@@ -46,7 +51,7 @@ def test_a_failure_of_one_model_does_not_end_another(store: dist.TCPStore, watch
 def test_a_process_that_ended_with_an_exception_ends_all_models(
     store: dist.TCPStore, watchers: list[FailureWatcher]
 ) -> None:
-    store.set(UNCAUGHT, "rank 1 ended with ArithmeticError")
+    publish(store, UNCAUGHT, "rank 1 ended with ArithmeticError")
     assert [watcher.poll_failure(0.0) for watcher in watchers] == ["rank 1 ended with ArithmeticError"] * 2
 
 
@@ -59,7 +64,7 @@ def test_a_lost_connection_is_made_again(store: dist.TCPStore) -> None:
                 with socket.socket(fileno=os.dup(fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
             assert watcher.poll_failure(0.0) is None
-        store.set("failed/0", "rank 1 failed")
+        publish(store, "failed/0", "rank 1 failed")
         assert watcher.poll_failure(0.0) == "rank 1 failed"
     finally:
         watcher.close()
