@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, WorkerError
 from autopar.runtime.launch.attempt import attempt_name
 
 START_SECONDS = 300.0  # time for all processes to import their modules
@@ -127,11 +128,12 @@ def launcher_store(launch: Launched) -> dist.Store:
 
     Raises:
         UsageError: other ranks did not connect in time.
+        WorkerError: torchrun's agent, which serves the store, has ended.
     """
     try:
         store = connected_store(launch)
         name = attempt_name(dist.PrefixStore("autopar", store), launch.rank, launch.world, START_SECONDS)
-    except (dist.DistError, TimeoutError, ValueError) as error:
+    except (dist.DistError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"Rank {launch.rank} did not meet the other {launch.world - 1} that {launch.launcher} started, at "
@@ -144,7 +146,21 @@ def launcher_store(launch: Launched) -> dist.Store:
 
 @functools.cache
 def connected_store(launch: Launched) -> dist.Store:
-    """Store at the launcher's address. A process keeps it for its whole life, since it may be the server."""
+    """Store at the launcher's address. A process keeps it for its whole life, since it may be the server.
+
+    Raises:
+        WorkerError: torchrun's agent, which serves the store, has ended.
+    """
+    if launch.address == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent serves the store before it starts ranks. TCPStore would try a refused connection again and again.
+        host, port = meeting_point(launch).rsplit(":", 1)
+        try:
+            socket.create_connection((host, int(port)), START_SECONDS).close()
+        except ConnectionRefusedError as error:
+            raise WorkerError(
+                f"Rank {launch.rank} cannot reach {host}:{port}, where torchrun serves the store of its ranks: that "
+                "process has ended. Start the run again."
+            ) from error
     timeout = timedelta(seconds=START_SECONDS)
     store, _, _ = next(dist.rendezvous(launch.address, launch.rank, launch.world, timeout=timeout))
     return store

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support.effort import only
 from support.faults import free_port
 
-from autopar import UsageError
+from autopar import UsageError, WorkerError
 from autopar.cost.hardware.load import load_hardware
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import Launched, launched, launcher_store
@@ -311,6 +311,15 @@ def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.
     with pytest.raises(
         UsageError, match=r"Rank 0 did not meet the other 3 that srun started, at 127.0.0.1:\d+ within 1"
     ):
+        launcher_store(launch)
+
+
+def test_a_rank_whose_torchrun_has_ended(environ: Any) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environ(variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    launch = launched()
+    assert launch is not None
+    with pytest.raises(WorkerError, match=r"Rank 1 cannot reach 127.0.0.1:\d+, .* has ended\. Start the run again"):
         launcher_store(launch)
 
 
