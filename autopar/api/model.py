@@ -306,17 +306,17 @@ class ParallelModel:
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         by_rank = self._ranks.gathered((refusal, dtypes)) if isinstance(self._ranks, SpmdBackend) else []
         check_not_refused([text for text, _ in by_rank], UsageError(refusal) if refusal else None, "its state dict")
-        arguments = {}
         if isinstance(self._ranks, SpmdBackend):
             if self._ranks.numbers[0] != 0:
                 tensors = {name: t.to("meta", by_rank[0][1][name]) for name, t in tensors.items()}
-            arguments[self._ranks.numbers[0]] = (self._ranks.parts_of_rank0(tensors),)
-        else:
-            for rank in self._ranks.numbers:
-                spec = replace(self._spec, rank=rank)
-                names = [name for name in tensors if spec.place.stage in self._programs.positions[name]]
-                arguments[rank] = ({name: spec.local_part(name, tensors[name]) for name in names},)
-        self._dispatcher.call("load", arguments)
+            self._dispatcher.call("load", {self._ranks.numbers[0]: (self._ranks.parts_of_rank0(tensors),)})
+            return
+        specs = [replace(self._spec, rank=rank) for rank in self._ranks.numbers]
+        # One at a time, since each rank gets a copy; the largest first, so that a lack of memory changes nothing.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+            readers = [spec for spec in specs if spec.place.stage in self._programs.positions[name]]
+            parts = {spec.rank: {name: spec.local_part(name, tensor)} for spec in readers}
+            self._dispatcher.call("load", {spec.rank: (parts.get(spec.rank, {}),) for spec in specs})
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """As `state_dict`, for the averages of the weights; buffers are those of the first replica.
@@ -383,7 +383,8 @@ class ParallelModel:
 
         Raises:
             CheckpointError: the folder has no checkpoint, or it is damaged or of another model or optimizer; nothing
-                was loaded. Names the other checkpoints that are kept in the folder.
+                was loaded. Names the other checkpoints that are kept in the folder. If a file cannot be read any more
+                after its hash was checked, the model is closed.
         """
         header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
         self._dispatcher.set_counters(header.updates, header.drawn)

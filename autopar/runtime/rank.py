@@ -405,6 +405,7 @@ class Rank:
         self.has_pending_grads = False
         self.gather_weights()  # allocates the memory that the checkpoint is read into
         result = self.checkpoint().load(self, folder, header)
+        self.compute_params.invalidate()
         if not isinstance(result, CheckpointError):
             self.buffers_diverged = False  # all replicas have the first one's buffers now
         return result

@@ -37,10 +37,6 @@ class CheckpointedRank(Protocol):
         """Process group in which the ranks exchange plans of saves and loads; None for a single rank."""
         ...
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the weights named with this rank's parts of them."""
-        ...
-
 
 @dataclass(frozen=True)
 class ShardedTensor:

@@ -203,11 +203,16 @@ class PartsLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.wanted = wanted
         self.pieces: Sequence[ShardedTensor] = ()
+        self.reads = False  # whether all ranks have plans, and this one has begun to fill its parts
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         self.pieces = self.wanted(self.metadata)
         return LoadPlan([item for k in range(len(self.pieces)) for item in self.read_items(k, self.metadata)])
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self.reads = True
+        return super().finish_plan(central_plan)
 
     def read_items(self, number: int, metadata: Metadata) -> list[ReadItem]:
         """Read items that fill part ``number``. They name the part by its number: two parts may be of one tensor."""

@@ -1,4 +1,8 @@
-"""Load of a checkpoint on one rank: all of the rank's tensor parts are read before any state is replaced."""
+"""Load of a checkpoint on one rank.
+
+Tensors are read into the rank's own memory: a copy of all ranks' parts would need as much host memory as all their GPUs
+have. So everything that can be known is checked before the first tensor is read.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
-from autopar.ir.layout import REPLICATED, Layout
+from autopar.ir.layout import REPLICATED
 from autopar.runtime.checkpoint.rank_state import (
     EMA,
     MODEL,
@@ -33,37 +37,30 @@ KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
 class Restore:
-    """State that one rank reads, and its transfer into the rank."""
+    """State that one rank reads. Weights and averages are complete once they are read, the rest after `apply`."""
 
     def __init__(self, rank: CheckpointedRank, data: Path, header: Header) -> None:
         """``data`` is the data folder of the checkpoint."""
         self.rank, self.data, self.header = rank, data, header
         self.training = Training()
-        self.weights: dict[str, torch.Tensor] = {}
-        self.averages: dict[str, torch.Tensor] = {}
         self.states: dict[str, dict[Any, torch.Tensor]] = {}
 
     def wanted(self, metadata: Metadata) -> list[ShardedTensor]:
-        """Tensor parts to fill, on the CPU.
+        """Tensor parts to fill: the rank's own, and new ones for state that its optimizer does not have yet.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or its optimizer is of another kind.
         """
         rank, updater = self.rank, self.rank.updater
         self.training = read_training(self.data)
-        pieces: list[ShardedTensor] = []
-
-        def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=saved_tensor(metadata, key).properties.dtype, device="cpu")
-            pieces.append(sharded_tensor(rank.spec, key, layout, tensor))
-            return tensor
-
-        for weight in rank.spec.weights:
-            name, layout = weight.name, rank.spec.layout(weight.name)
-            self.weights[name] = read(f"{MODEL}.{name}", layout, weight.shape)
+        layouts = {weight.name: rank.spec.layout(weight.name) for weight in rank.spec.weights}
+        pieces = [
+            sharded_tensor(rank.spec, f"{MODEL}.{name}", layout, rank.weights[name].detach())
+            for name, layout in layouts.items()
+        ]
         for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
             start = EMA if name in self.training.ema else MODEL  # averages start as copies of the weights
-            self.averages[name] = read(f"{start}.{name}", rank.spec.layout(name), tensor.shape)
+            pieces.append(sharded_tensor(rank.spec, f"{start}.{name}", layouts[name], tensor))
         if updater.optimizer is None or self.training.optimizer is None:
             return pieces
         self.check_optimizer()
@@ -71,11 +68,16 @@ class Restore:
             state = self.training.states.get(name)
             if state is None:
                 continue
-            own = self.states.setdefault(name, {})
-            for key in state.split:
-                own[key] = read(state_key(name, key), updater.layout(name), parameter.shape)
-            for key in state.whole:
-                own[key] = read(state_key(name, key), REPLICATED, saved_tensor(metadata, state_key(name, key)).size)
+            current, own = updater.optimizer.state.get(parameter, {}), self.states.setdefault(name, {})
+            for key in (*state.split, *state.whole):
+                saved = saved_tensor(metadata, state_key(name, key))
+                layout, shape = (
+                    (updater.layout(name), parameter.shape) if key in state.split else (REPLICATED, saved.size)
+                )
+                own[key] = current.get(key)
+                if own[key] is None or own[key].shape != shape:
+                    own[key] = torch.empty(shape, dtype=saved.properties.dtype, device=parameter.device)
+                pieces.append(sharded_tensor(rank.spec, state_key(name, key), layout, own[key].detach()))
         return pieces
 
     def check_optimizer(self) -> None:
@@ -127,12 +129,8 @@ class Restore:
         return changes
 
     def apply(self) -> None:
-        """Replace the rank's state by the state that was read."""
-        rank, updater, saved = self.rank, self.rank.updater, self.training
-        rank.load(self.weights)
-        with torch.no_grad():
-            for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
-                tensor.copy_(self.averages[name])
+        """Replace the state that is no tensor, and give the optimizer its tensors."""
+        updater, saved = self.rank.updater, self.training
         if updater.optimizer is not None and saved.optimizer is not None:
             updater.optimizer.load_state_dict(self.optimizer_state(updater.optimizer))
             known = updater.made_options.keys() & saved.states.keys()

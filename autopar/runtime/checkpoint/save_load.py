@@ -1,6 +1,6 @@
 """Save and load of a checkpoint on one rank; all ranks of a mesh make the same calls.
 
-An error on one rank reaches all ranks. It is returned instead of raised: no state has changed, so training can
+An error on one rank reaches all ranks. It is returned instead of raised if no state has changed, so that training can
 continue.
 """
 
@@ -84,7 +84,11 @@ def inspect(folder: str, part: int = 0, parts: int = 1) -> Header | CheckpointEr
 
 
 def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
-    """Load a checkpoint that `inspect` found complete on all ranks. Returns changed optimizer options, or the error."""
+    """Load a checkpoint that `inspect` found complete on all ranks. Returns changed optimizer options, or the error.
+
+    Raises:
+        CheckpointError: a file could not be read after others were; the rank's state is part old and part new.
+    """
     data = Path(folder) / header.data
     restore = Restore(rank, data, header)
     planner = PartsLoadPlanner(restore.wanted)
@@ -93,12 +97,15 @@ def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError
             dcp.load({}, storage_reader=DataReader(data), planner=planner, **ranks_of(rank))
     except CheckpointException as exception:
         number, error = cause(exception)
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) and not planner.reads:
             return error
-        return CheckpointError(
-            f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.spec.mesh, number)}. The "
-            "model is as it was. If a run is saving there at this moment, try again; else use another checkpoint."
-        )
+        text = f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.spec.mesh, number)}."
+        if not planner.reads:
+            return CheckpointError(f"{text} The model is as it was. Use another checkpoint.")
+        raise CheckpointError(
+            f"{text} Some weights were replaced, others not, so the model was closed. Call autopar.parallelize again. "
+            "If a run was saving there, load the same folder; else use another checkpoint."
+        ) from error
     changes = restore.option_changes()
     restore.apply()
     return changes
