@@ -4,9 +4,9 @@ Operations have the same names at any batch size, so both graphs are walked toge
 lie after an operation, the shapes and numbers in both graphs say whether it treats the microbatch as it treats the
 batch. What neither shows is `UNKNOWN`.
 
-Error: two things are assumed. An operation without a rule keeps the samples in their dim if only that dim grows and no
-argument names it (`by_shape`); an operator of the user's that mixes samples without saying so is not noticed. And no
-class index is -100 where a mean over one index per sample ignores it (`loss`).
+Error: two things are assumed. An operator of the user's keeps the samples in their dim if only that dim grows and no
+argument names it (`by_shape`); one that mixes samples without saying so is not noticed. And no class index is -100
+where a mean over one index per sample ignores it (`loss`).
 """
 
 from __future__ import annotations
@@ -76,10 +76,17 @@ MOVING = {*RESHAPES.split(), "expand", "permute", "transpose.int", "clone", "det
 SCALING = {"mul", "div", "true_divide"}
 # Linear in the first operand; with a bias only a mean stays a mean.
 PRODUCTS = {"linear", "matmul", "mm", "mv"}
-# Operations without a rule that may mix all dims, although no argument names them.
-ACROSS_DIMS = (
-    "linalg_", "matrix_", "cholesky", "lu_", "triangular_", "index", "take", "put", "masked_scatter", "as_strided",
-)  # fmt: skip
+# Operations of torch that have no rule, and no argument that names a dim, but compute each sample alone. Those that
+# compute each element alone are known by their tag, except for names that torch has as aliases.
+WITHIN_SAMPLES = {
+    "bilinear", "broadcast_tensors", "bucketize", "cdist", "channel_shuffle", "det", "fractional_max_pool2d",
+    "fractional_max_pool3d", "logdet", "max_unpool2d", "max_unpool3d", "pairwise_distance", "searchsorted", "stft",
+    "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "divide", "fix", "greater",
+    "greater_equal", "imag", "isclose", "isfinite", "isreal", "less", "less_equal", "multiply", "negative", "not_equal",
+    "real", "special_expit", "special_exp2", "special_erf", "special_log1p", "subtract",
+}  # fmt: skip
+# Operations without a rule that have an argument for dims and mix others too.
+ACROSS_DIMS = ("linalg_", "index", "take", "put", "renorm", "rot90")
 CONTINUOUS = ("float", "bfloat", "complex")
 
 
@@ -253,11 +260,16 @@ class JoinAnalysis:
         if name.startswith(ACROSS_DIMS) or ("scatter" in name and any(join == SAME for join in read.values())):
             return unknown
         ranks = {len(self.whole.shapes[name]) for name, _ in splits}
+        others = set()
         for argument, given in named_arguments(op).items():
             if argument.startswith(("dim", "axis", "axes")):
                 named = given if isinstance(given, tuple | list) else (given,)
                 if any(not isinstance(d, int) or d % rank == dim for d in named for rank in ranks):
                     return unknown
+                others.update(named)
+        alone = torch.Tag.pointwise in operator(op.target).tags or not op.target.startswith("aten.")
+        if not (others or alone or name in WITHIN_SAMPLES):
+            return unknown
         grows = all(dim < len(value.shape) and value.shape[dim] == self.batch for value in op.outputs)
         return [Join("concatenate", Split(dim))] * len(op.outputs) if grows else unknown
 
