@@ -146,11 +146,16 @@ def launcher_store(launch: Launched) -> dist.Store:
 
 @functools.cache
 def connected_store(launch: Launched) -> dist.Store:
-    """Store at the launcher's address. A process keeps it for its whole life, since it may be the server.
+    """Store of the caller's process group, else that at the launcher's address.
+
+    A process keeps it for its whole life, since it may be the server.
 
     Raises:
         WorkerError: torchrun's agent, which serves the store, has ended.
     """
+    if dist.is_initialized():  # autopar makes a group only after this call
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD.get_group_store()
     if launch.address == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The agent serves the store before it starts ranks. TCPStore would try a refused connection again and again.
         host, port = meeting_point(launch).rsplit(":", 1)

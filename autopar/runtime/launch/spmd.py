@@ -94,19 +94,20 @@ class SpmdBackend:
         # Without close() the process groups remain until the next model. They do not keep the rank's memory.
         self.when_dropped = weakref.finalize(self, DROPPED.__setitem__, number, self.opened)
         self.when_dropped.atexit = False
-        self.alarm: FailureWatcher | None = None  # None in a process group of the caller, whose store is unknown
+        self.alarm: FailureWatcher | None = None  # until the ranks have met
         try:
             launch = launched()
-            store = launcher_store(launch) if launch is not None and not DEFAULT_GROUP.is_users() else None
-            if store is None:
+            assert launch is not None
+            in_users_group = DEFAULT_GROUP.is_users()
+            if in_users_group:
                 check_default_group(spec.rank, world, device)
-            else:
-                publish_uncaught(store, spec.rank)
-                name = rank_text(spec.mesh, spec.rank)
-                self.alarm = FailureWatcher(store, f"failed/{number}", name, waits_of(self))
-                self.opened.callback(self.alarm.close)
+            store = launcher_store(launch)
+            publish_uncaught(store, spec.rank)
+            name = rank_text(spec.mesh, spec.rank)
+            self.alarm = FailureWatcher(store, f"failed/{number}", name, waits_of(self))
+            self.opened.callback(self.alarm.close)
             with settings_active(spec), self.watched("parallelize"):
-                if store is not None:
+                if not in_users_group:
                     group_store = dist.PrefixStore(f"group/{number}", store)
                     group = DEFAULT_GROUP.join(backend, spec.rank, world, device, timeout_seconds, group_store)
                     self.opened.callback(DEFAULT_GROUP.leave, group)

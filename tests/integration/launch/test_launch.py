@@ -136,6 +136,10 @@ from autopar.runtime.launch.environment import launched
 
 mode, pp, dp, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 launch = launched()
+if mode == "raise in own group":
+    where = {"init_method": "file://" + os.path.abspath("group"), "rank": launch.rank, "world_size": launch.world}
+    torch.distributed.init_process_group("gloo", **where)
+    mode = "raise"
 print(f"rank {launch.rank} of {launch.world}, number {launch.local_rank} of {launch.local_world}", flush=True)
 
 def model():
@@ -291,6 +295,13 @@ def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
     assert "ArithmeticError: no loss today" in done[1].stderr, said(done)
     cause = "rank 1 (stage 1) failed during train_step: ArithmeticError: no loss today"
     assert cause in done[0].stderr, said(done)  # in its own error, or where it was ended
+
+
+def test_a_failure_is_heard_in_a_process_group_of_the_caller(tmp_path: Path) -> None:
+    done = srun(tmp_path, "raise in own group", "1", "2")
+    assert all(run.returncode for run in done), said(done)
+    cause = "was ended, because rank 1 (replica 1) failed during train_step: ArithmeticError: no loss today"
+    assert cause in done[0].stderr, said(done)
 
 
 @pytest.mark.gpu
