@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import socket
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -71,6 +73,18 @@ class WorkerChannel:
         self.connection.close()
         self.sending.close()
         self.receiving.close()
+
+
+def limit_waits(connection: Connection, seconds: float) -> None:
+    """Let a send or a begun receive raise BlockingIOError after ``seconds``: a stopped process reads and sends nothing.
+
+    Args:
+        connection: one end of a `multiprocessing.Pipe` that goes both ways.
+    """
+    limit = struct.pack("ll", max(1, int(seconds)), 0)  # timeval
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 class CodePickler(cloudpickle.Pickler):

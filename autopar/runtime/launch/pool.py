@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
@@ -22,7 +22,7 @@ from autopar.runtime.commands import COMMANDS, command_named
 from autopar.runtime.engine.metrics import StepLimit
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.interrupt import interrupt_at_end
-from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
+from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, limit_waits, pickled
 from autopar.runtime.launch.loopback import HOST, loopback_store
 from autopar.runtime.launch.replies import GRACE_SECONDS, Replies
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
@@ -90,6 +90,7 @@ class WorkerPool:
     def start(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start the worker of a rank; it waits for its first command."""
         ours, theirs = Pipe()
+        limit_waits(ours, self.limit.seconds)
         to_worker, to_caller = shared_file(), shared_file()
         self.channels.append(WorkerChannel(ours, SharedMemory(to_worker), SharedMemory(to_caller)))
         with theirs:
@@ -159,7 +160,8 @@ class WorkerPool:
             try:
                 for rank, message in messages.items():
                     try:
-                        self.channels[rank].send(message)
+                        with suppress(BlockingIOError):  # the worker is stopped: it will not reply either
+                            self.channels[rank].send(message)
                     except OSError:
                         self.fail(name, {rank: None})
                 channels = {rank: self.channels[rank] for rank in messages}

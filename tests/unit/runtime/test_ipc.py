@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from autopar.runtime.launch.ipc import WorkerChannel, find_unpicklable
+from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, limit_waits
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 
 
@@ -88,3 +88,9 @@ def test_what_has_no_bytes_is_refused_and_named(ends, tensor):
     with pytest.raises(pickle.PicklingError, match="tensor of layout"):
         ends[0].encode({"x": [tensor]})
     assert find_unpicklable({"x": [1, tensor]}, "arguments") == "arguments['x'][1], a Tensor"
+
+
+def test_a_process_that_reads_nothing_is_not_waited_for_without_end(ends):
+    limit_waits(ends[0].connection, 1.0)
+    with pytest.raises(BlockingIOError):
+        ends[0].send(Message(bytes(10_000_000), [], False))
