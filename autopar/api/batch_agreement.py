@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -21,6 +21,29 @@ SAMPLED_ELEMENTS = 1024  # elements of a sample that `fingerprint` reads, evenly
 FIRST_CHECKS, CHECK_EVERY = 3, 16
 MAX_KINDS = 64  # bounds the memory of a caller whose batches all differ in shape
 HASH_FACTOR = 6364136223846793005  # multiplier of Knuth's MMIX generator: spreads any change over all bits
+
+
+class Part(NamedTuple):
+    """A rank's part of a call, in whole numbers.
+
+    Args:
+        batch: samples.
+        flag: the rank's flag for `BatchAgreement.any_flag`.
+        fingerprint: of this batch, on the CPU.
+        late_fingerprint: of a batch on the GPU, `MAX_STEPS_IN_FLIGHT` batches ago.
+        kind, shapes: checksums of the batch's signature and of its shapes.
+        refused: whether the rank refuses the call.
+        call: checksum of the call's text.
+    """
+
+    batch: int = 0
+    flag: int = 0
+    fingerprint: int = 0
+    late_fingerprint: int = 0
+    kind: int = 0
+    shapes: int = 0
+    refused: int = 0
+    call: int = 0
 
 
 class BatchAgreement:
@@ -62,40 +85,38 @@ class BatchAgreement:
         now, late = (0, 0)
         if self.mesh.tp > 1:
             now, late = self.fingerprints(values if self.is_checked(kind) else ())
-        exchanged = self.ranks.exchange((batch, self.flag, now, late, kind, shapes, False, checksum(call)))
+        own = Part(batch, self.flag, now, late, kind, shapes, call=checksum(call))
+        exchanged = self.ranks.exchange(own)
 
         def agree() -> None:
-            rows = self.rows(exchanged)
-            if any(row[6] for row in rows):
+            parts = self.parts(exchanged)
+            if any(part.refused for part in parts):
                 check_not_refused(self.ranks.gathered(""), None, f"its part of {call}")
-            if len({row[7] for row in rows}) > 1:
+            if len({part.call for part in parts}) > 1:
                 raise different_calls(self.ranks.gathered(call))
             if len(self.num_batches) == MAX_KINDS:
                 self.num_batches.clear()
             self.num_batches[kind] += 1
-            self.kinds, self.shapes = tuple(row[4] for row in rows), tuple(row[5] for row in rows)
-            sizes = [(self.mesh.place(rank).replica, row[0]) for rank, row in enumerate(rows)]
+            self.kinds, self.shapes = tuple(part.kind for part in parts), tuple(part.shapes for part in parts)
+            sizes = [(self.mesh.place(rank).replica, part.batch) for rank, part in enumerate(parts)]
             check_batch_sizes(sizes, self.data_size)
-            check_same_samples([row[2] for row in rows], self.mesh)
-            check_same_samples(
-                [row[3] for row in rows],
-                self.mesh,
-                f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong",
-            )
+            check_same_samples([part.fingerprint for part in parts], self.mesh)
+            ago = f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong"
+            check_same_samples([part.late_fingerprint for part in parts], self.mesh, ago)
 
         return agree
 
     def refuse(self, error: Exception) -> None:
         """Take part in the agreement on a call that this rank refuses, and pass the error's message to the others."""
         _, late = self.fingerprints(()) if self.mesh.tp > 1 else (0, 0)
-        self.rows(self.ranks.exchange((0, self.flag, 0, late, 0, 0, True, 0)))
+        self.parts(self.ranks.exchange(Part(flag=self.flag, late_fingerprint=late, refused=True)))
         self.ranks.gathered(str(error) or type(error).__name__)
 
-    def rows(self, exchanged: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """The numbers of each rank, with `any_flag` set."""
-        rows = exchanged()
-        self.any_flag = any(row[1] for row in rows)
-        return rows
+    def parts(self, exchanged: Callable[[], list[list[int]]]) -> list[Part]:
+        """The part of each rank, with `any_flag` set."""
+        parts = [Part(*numbers) for numbers in exchanged()]
+        self.any_flag = any(part.flag for part in parts)
+        return parts
 
     def is_checked(self, kind: int) -> bool:
         """Whether the next batch of a kind is compared by content."""

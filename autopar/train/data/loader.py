@@ -227,12 +227,22 @@ class IterableLoader:
                 )
             if i >= first:
                 x, y = batch
-                yield Batch(x, y, num_samples(x, y))
+                yield Batch(x, y, num_samples(x, y, i))
 
 
-def num_samples(x: Any, y: Any) -> int:
-    """Samples of a batch: the first size of the first tensor among the targets, or else among the inputs."""
-    return next(leaf.shape[0] for leaf in leaves((y, x)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)
+def num_samples(x: Any, y: Any, number: int) -> int:
+    """Samples of a batch: the first size of the first tensor among the targets, or else among the inputs.
+
+    Raises:
+        UsageError: batch ``number`` has no such tensor.
+    """
+    for leaf in leaves((y, x)):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    raise UsageError(
+        f"Batch {number} of the loader has no tensor with samples: x is {of_type(x)}, y is {of_type(y)}. Give the "
+        "DataLoader a collate_fn that returns tensors [batch, ...]."
+    )
 
 
 def check_equal_parts(loader: DataLoader[Any], num_batches: int, replicas: int) -> None:

@@ -131,6 +131,10 @@ class Labelled:
             r"Batch 0 of the loader is a dict with 'x', 'y'; it must be a pair \(x, y\)",
         ),
         (lambda: DataLoader(TensorDataset(SAMPLES.tensors[0])), "Batch 0 of the loader is a list; it must be a pair"),
+        (
+            lambda: DataLoader([(1, "a")], batch_size=1, collate_fn=lambda pairs: pairs[0]),  # type: ignore[arg-type]
+            "Batch 0 of the loader has no tensor with samples: x is an int, y is a str. Give the DataLoader",
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
