@@ -200,8 +200,12 @@ class Run:
 
     @property
     def temporary_files(self) -> list[str]:
-        """Names of temporary files that are left; torchrun leaves a folder of its own."""
-        return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchelastic_")]
+        """Names of temporary files that are left.
+
+        torchrun leaves a folder of its own; Python an empty file of eight letters, if it ends while it tries a folder.
+        """
+        left = [path for path in self.temporary.iterdir() if not path.name.startswith("torchelastic_")]
+        return [path.name for path in left if len(path.name) != 8 or path.stat().st_size]
 
     @property
     def losses(self) -> list[float]:
@@ -237,10 +241,12 @@ def endure(folder: Path, launcher: str, axis: str, draw: Draw, truth: list[float
     run = Run(folder, launcher, axis, draw)
     outside = draw.kind in FROM_OUTSIDE
     hit = run.cause_fault() if outside else True
-    goes_on = draw.kind == "stop" or draw.victim == "server"  # perhaps
+    # Ranks that plan notice the end of torchrun when they connect.
+    plans_on = launcher == "torchrun" and draw.victim == "main" and draw.phase == "start"
+    goes_on = plans_on or draw.kind == "stop" or draw.victim == "server"  # perhaps
     code = run.finish(END_SECONDS if outside and hit and not goes_on else RUN_SECONDS)
     assert code == 0 or re.search(expected_error(draw), run.text), f"exit code {code}: {run.text[-4000:]}"
-    assert not run.temporary_files
+    assert not run.temporary_files, run.temporary_files
     if code == 0:
         assert run.losses == truth
         shutil.rmtree(folder / CHECKPOINT)
@@ -270,11 +276,10 @@ def train(folder: Path, launcher: str, axis: str, choose: random.Random, truth: 
 
 
 @pytest.mark.full
-@pytest.mark.skipif("AUTOPAR_STRESS_DRAWS" not in os.environ, reason="AUTOPAR_STRESS_DRAWS is the number of faults")
 @pytest.mark.timeout(3600)
 def test_faults_at_random_moments(tmp_path: Path) -> None:
     seed = int(os.environ.get("AUTOPAR_STRESS_SEED") or (0 if "CI" in os.environ else random.randrange(1 << 32)))
-    trainings = int(os.environ["AUTOPAR_STRESS_DRAWS"]) // FAULTS_PER_TRAINING
+    trainings = int(os.environ.get("AUTOPAR_STRESS_DRAWS", "200")) // FAULTS_PER_TRAINING
     print(f"AUTOPAR_STRESS_SEED={seed}")
     before = set(Path("/dev/shm").iterdir())
     kinds = [(launcher, axis) for launcher in ("pool", "torchrun") for axis in ("pp", "dp", "tp")]
