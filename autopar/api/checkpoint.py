@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir.checkpoint_header import Header, SavedWeight
 from autopar.ir.graph import Weight
 from autopar.ir.plan import Plan
-from autopar.ir.units import plural
+from autopar.ir.units import of_type, plural
 from autopar.runtime.checkpoint.folder import check_hashes, check_sizes
 from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
@@ -86,6 +87,7 @@ def header_of(
         UsageError: JSON cannot represent ``extra``.
     """
     try:
+        check_keys(extra)
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
@@ -96,14 +98,26 @@ def header_of(
     return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
 
 
+def check_keys(extra: Any) -> None:
+    """Raise a TypeError if a dict has a key that is no text: JSON would turn it into one."""
+    if isinstance(extra, dict):
+        for key in extra:
+            if not isinstance(key, str):
+                raise TypeError(f"key {key!r} is {of_type(key)}")
+    for value in extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list | tuple) else ():
+        check_keys(value)
+
+
 def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header, keep: int) -> None:
     """Write a checkpoint on all ranks, and keep so many of the folder's checkpoints.
 
     Raises:
-        UsageError: ``keep`` is no whole number of at least 1.
+        UsageError: ``keep`` is no whole number of at least 1, or ``folder`` is empty.
         CheckpointError: the checkpoint cannot be written.
     """
     check_keep(keep)
+    if not os.fspath(folder):
+        raise UsageError('The folder to save to is "". Give a folder of its own; the current one is ".".')
     path = str(Path(folder).absolute())
     results = ranks.call_all("save_checkpoint", path, header, keep)
     raise_first(results)

@@ -74,7 +74,10 @@ class ParallelModel:
         self._unread: deque[StepResult] = deque()
         self._warned_of_autocast = False
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
-        self._state_names = [n for n in model.state_dict() if n in self._aliases]
+        state = model.state_dict()
+        self._state_names = [name for name in state if name in self._aliases]
+        # What the modules' get_extra_state() returned: no tensors of the graph, so no rank has them.
+        self._extra_state = {name: value for name, value in state.items() if name not in self._aliases}
 
     # -- data --------------------------------------------------------------------------------------------------
 
@@ -290,9 +293,12 @@ class ParallelModel:
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full tensors on CPU under the original names, for ``load_state_dict`` of the unmodified model."""
+        """Full tensors on CPU under the original names, for ``load_state_dict`` of the unmodified model.
+
+        What ``get_extra_state`` of its modules returned is that of `parallelize`, or of the last ``load_state_dict``.
+        """
         merged = assembled(self._call("state"), self._spec.storage, self.plan.mesh)
-        return {name: merged[self._aliases[name]] for name in self._state_names}
+        return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a state dict of the unmodified model. Under torchrun all ranks call this, and load rank 0's tensors.
@@ -301,11 +307,12 @@ class ParallelModel:
             UsageError: names are missing or unknown, or a shape differs, on any rank; nothing was loaded.
         """
         weights = {name: self._programs.example.weight[alias] for name, alias in self._aliases.items()}
-        refusal = misfit(state, weights, self._state_names, self.plan.model.name)
+        refusal = misfit(state, weights, self._state_names, self._extra_state, self.plan.model.name)
         tensors = {} if refusal else {self._aliases[name]: state[name] for name in self._state_names}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         by_rank = self._ranks.gathered((refusal, dtypes)) if isinstance(self._ranks, SpmdBackend) else []
         check_not_refused([text for text, _ in by_rank], UsageError(refusal) if refusal else None, "its state dict")
+        self._extra_state |= {name: state[name] for name in self._extra_state if name in state}
         if isinstance(self._ranks, SpmdBackend):
             if self._ranks.numbers[0] != 0:
                 tensors = {name: t.to("meta", by_rank[0][1][name]) for name, t in tensors.items()}
@@ -326,7 +333,7 @@ class ParallelModel:
         """
         self._check_ema()
         merged = assembled(self._call("ema_state"), self._spec.storage, self.plan.mesh)
-        return {name: merged[self._aliases[name]] for name in self._state_names}
+        return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

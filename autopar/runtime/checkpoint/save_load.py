@@ -190,7 +190,9 @@ def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: Checkp
     if isinstance(error, CheckpointError):
         return error
     before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
-    if isinstance(error, OSError):
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        remedy = f"{before}A file or a broken link is there: choose another folder, and save again."
+    elif isinstance(error, OSError):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = text(shutil.disk_usage(existing).free, BYTES)
         needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""

@@ -160,7 +160,8 @@ def _priced(
     """The best sharding at these prices, with what it costs."""
     found = _search(graph, prices, effort)
     cost = sharding_cost(graph, found.strategy_index, prices.in_flight)
-    gap = (found.objective_seconds - found.bound_seconds) / found.objective_seconds if found.objective_seconds else 0.0
+    objective, bound = found.objective_seconds, found.bound_seconds
+    gap = max(0.0, (objective - bound) / objective) if objective else 0.0  # the bound is rounded
     status = "optimal" if gap <= effort.gap + SOLVER_TOLERANCE else "time limit"
     return Shardings(
         strategy_index=found.strategy_index,

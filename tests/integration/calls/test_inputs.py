@@ -138,10 +138,34 @@ def test_state_dicts_that_do_not_fit(vit: ParallelModel) -> None:
         (renamed, r"names missing \['cls_token'.*unknown \['module\.cls_token'"),
         ({n: t for n, t in state.items() if n != "head.bias"}, r"1 names missing \['head\.bias'\], 0 unknown"),
         (reshaped, r"head\.bias in the state dict has shape \[11\], the model's is \[10\]"),
+        (
+            state | {"head.bias": state["head.bias"].to_sparse()},
+            r"head\.bias .* is of layout torch\.sparse_coo, .* dense",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             vit.load_state_dict(wrong)
     assert all(torch.equal(t, state[n]) for n, t in vit.state_dict().items())
+
+
+class Counting(nn.Linear):
+    """Has state that is no tensor."""
+
+    count = 3
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_extra_state_of_modules_is_passed_on() -> None:
+    model, x = Counting(4, 2), torch.randn(4, 4)
+    with autopar.parallelize(model, 1, x) as pm:
+        pm.load_state_dict(model.state_dict() | {"_extra_state": 5})
+        model.load_state_dict(pm.state_dict())
+    assert model.count == 5
 
 
 # -- outputs of microbatches -----------------------------------------------------------------------------------------

@@ -453,7 +453,13 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with small() as pm, unchanged(pm):
         with pytest.raises(UsageError, match="extra cannot be saved: Object of type Tensor is not JSON"):
             pm.save_checkpoint(tmp_path, {"loss": torch.zeros(())})
-        with pytest.raises(CheckpointError, match=r"Cannot save a checkpoint to .*file: File exists"):
+        with pytest.raises(UsageError, match=r"extra cannot be saved: key 0 is an int\. It must consist"):
+            pm.save_checkpoint(tmp_path, {"best": [{0: 1.5}]})
+        with pytest.raises(UsageError, match=r'The folder to save to is ""\.'):
+            pm.save_checkpoint("")
+        with pytest.raises(
+            CheckpointError, match=r"Cannot save a checkpoint to .*file: File exists .* choose another f"
+        ):
             pm.save_checkpoint(tmp_path / "file")
     watching = functools.partial(Watching, step_size=1)
     message = r"The scheduler state cannot be saved: .*keep other objects out of state_dict\(\)"
