@@ -63,6 +63,7 @@ def test_the_weights_load_into_the_unmodified_model(trained):
     assert scored.accuracy == records(folder / "history.jsonl")[-1]["accuracy"]
 
 
+@pytest.mark.full
 def test_the_saved_plan_can_be_used_again(trained, tmp_path):
     folder, _ = trained
     code, out, error = invoke(

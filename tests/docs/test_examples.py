@@ -90,6 +90,7 @@ def test_an_example_does_not_replace_its_earlier_run(tmp_path: Path) -> None:
     assert second.stderr.startswith("error: runs/vit-pipeline holds a run already: checkpoint last after 4 updates, ")
 
 
+@pytest.mark.full
 def test_hf_vit_hybrid() -> None:
     sizes = ("--hidden-size", "32", "--layers", "2", "--heads", "2", "--img-size", "32")
     text = printed("hf_vit_hybrid.py", *sizes, *SMALL, "--epochs", "2")

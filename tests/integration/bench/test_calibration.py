@@ -101,6 +101,7 @@ def test_a_picture_has_a_mark_for_every_plan_and_rank(tmp_path: Path) -> None:
     assert [kind_of(mesh) for mesh in (Mesh(1), Mesh(2, 1, 2))] == ["one device", "mixed"]
 
 
+@pytest.mark.full
 def test_plans_are_run_and_files_grow(tmp_path: Path) -> None:
     path, picture = tmp_path / "c.json", tmp_path / "c.png"
     common = [*FLAGS, "--batch", "8", "--calibrate", "--steps", "2", "--warmup", "1", "-o", str(path)]

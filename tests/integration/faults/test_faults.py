@@ -294,7 +294,7 @@ print("reached", flush=True)
 @pytest.mark.parametrize(
     ("mode", "number", "code"),
     [
-        ("sleep", signal.SIGINT, -signal.SIGINT),  # Ctrl-C in mid-step
+        pytest.param("sleep", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.full),  # Ctrl-C in mid-step
         ("sleep", signal.SIGKILL, -signal.SIGKILL),
         ("leave", None, 0),  # the interpreter exits without close()
     ],

@@ -239,6 +239,7 @@ def test_two_nodes_of_torchrun_have_the_loss_of_one_device(tmp_path: Path, proce
         assert local == list(range(processes)), said(done)
 
 
+@pytest.mark.full
 def test_a_fault_on_one_node_ends_the_other_with_the_cause(tmp_path: Path) -> None:
     static = [f"--master-port={free_port()}"]
     done = two_launchers(tmp_path, 1, static, "raise", "1", "2")
@@ -297,6 +298,7 @@ def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
     assert cause in done[0].stderr, said(done)  # in its own error, or where it was ended
 
 
+@pytest.mark.full
 def test_a_failure_is_heard_in_a_process_group_of_the_caller(tmp_path: Path) -> None:
     done = srun(tmp_path, "raise in own group", "1", "2")
     assert all(run.returncode for run in done), said(done)

@@ -45,6 +45,7 @@ def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyP
         plan(cost="measured", dp=2, microbatches=1)
 
 
+@pytest.mark.full
 def test_killed_while_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is killed: its worker goes, and the next plan starts from what is whole."""
     script = (

@@ -95,6 +95,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(alone, tmp_path, monkeypatch):
     assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=1e-4)
 
 
+@pytest.mark.full
 def test_ctrl_c_under_torchrun(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable)
     process = start(tmp_path, "-c", MAIN, "train", *SHORT, "--dp", "2", "-o", "out", launcher=launcher)
