@@ -241,8 +241,9 @@ def endure(folder: Path, launcher: str, axis: str, draw: Draw, truth: list[float
     run = Run(folder, launcher, axis, draw)
     outside = draw.kind in FROM_OUTSIDE
     hit = run.cause_fault() if outside else True
-    # Ranks that plan notice the end of torchrun when they connect.
-    plans_on = launcher == "torchrun" and draw.victim == "main" and draw.phase == "start"
+    # Who plans notices the end of torchrun with the first connection, that of its reader with the first line.
+    unnoticed = draw.kind == "broken pipe" or (launcher == "torchrun" and draw.victim == "main")
+    plans_on = unnoticed and draw.phase == "start"
     goes_on = plans_on or draw.kind == "stop" or draw.victim == "server"  # perhaps
     code = run.finish(END_SECONDS if outside and hit and not goes_on else RUN_SECONDS)
     assert code == 0 or re.search(expected_error(draw), run.text), f"exit code {code}: {run.text[-4000:]}"
