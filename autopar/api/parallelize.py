@@ -85,7 +85,8 @@ def parallelize(
         seed: seed of random operations such as dropout. Their numbers depend on the seed, the updates so far, the
             sample's index since the last update and the operation, but not on the plan.
         ema: builds a moving average of weights from a module, such as
-            ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`.
+            ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`. Checkpoints keep
+            what it changes besides the averages: attributes and buffers that are numbers, texts or small tensors.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
