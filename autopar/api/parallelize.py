@@ -74,7 +74,8 @@ def parallelize(
         optimizer: builds an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. The
             planner calls it with small parameters of the same names. Each rank calls it with all parameters of the
             model; the optimizer keeps the parameters, or shards of them, that the rank updates. Parameters of other
-            ranks have a shape and no values. The list also has ``named_parameters()`` with the model's names, to group
+            ranks have a shape and no values; where the rank has shards, a further call gets them in their whole shapes,
+            whose groups count. The list also has ``named_parameters()`` with the model's names, to group
             parameters by name: ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers
             that need full parameters (LAMB, Muon, …) get full ones. On CUDA, torch's Adam, AdamW and SGD run their
             fused kernels unless ``fused`` or ``foreach`` is given. If the callable has an attribute ``clip_grad_norm``,
@@ -85,7 +86,8 @@ def parallelize(
         seed: seed of random operations such as dropout. Their numbers depend on the seed, the updates so far, the
             sample's index since the last update and the operation, but not on the plan.
         ema: builds a moving average of weights from a module, such as
-            ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`.
+            ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`. Checkpoints keep
+            what it changes besides the averages: attributes and buffers that are numbers, texts or small tensors.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:

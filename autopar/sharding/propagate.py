@@ -110,8 +110,8 @@ def check_updates(op: Op, chosen: Strategy, stored: Mapping[str, Layout]) -> Non
 
 
 def read_layout(op: Op, chosen: Strategy, name: str) -> Layout:
-    """The layout in which an operation reads a value or weight."""
-    return chosen.operands[op.reads.index(name)]
+    """The layout in which an operation reads a value or weight; replicated if it updates the weight through a view."""
+    return chosen.operands[op.reads.index(name)] if name in op.reads else REPLICATED
 
 
 def storage_layout(layouts: set[Layout]) -> Layout:
@@ -138,15 +138,16 @@ def without_gradient_sum(layout: Layout, trained: bool) -> Layout:
 
 
 def updated_in_place(graph: Graph) -> frozenset[str]:
-    """Names of the operations that touch memory which an operation without outputs updates.
+    """Names of the operations that touch memory which an operation without outputs, or through a view, updates.
 
     A resharding would give that operation a copy of the memory.
     """
     by_name = {op.name: op for op in graph.ops}
-    stateful = {op.name for op in graph.ops if not op.outputs}
+    stateful = {op.name for op in graph.ops if not op.outputs or not set(op.mutates) <= set(op.reads)}
     for names in graph.colocated:
         members = [by_name[name] for name in names]
-        if any(touches(other, op) for op in members if not op.outputs for other in members if other is not op):
+        updates = [op for op in members if op.name in stateful]
+        if any(touches(other, op) for op in updates for other in members if other is not op):
             stateful.update(names)
     return frozenset(stateful)
 

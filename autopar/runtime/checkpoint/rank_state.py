@@ -89,6 +89,7 @@ class Training:
         states: optimizer state by parameter name.
         scheduler_state, scaler_state: results of their ``state_dict()``.
         ema: names of weights that have a moving average.
+        ema_state: state of the averaging other than the averages, such as a number of updates; as `Average.state`.
         random: random states of each stage and replica, whose ranks draw the same numbers.
     """
 
@@ -101,6 +102,7 @@ class Training:
     scheduler_state: dict[str, Any] | None = None
     scaler_state: dict[str, Any] | None = None
     ema: tuple[str, ...] = ()
+    ema_state: dict[str, Any] = field(default_factory=dict)
     random: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -140,6 +142,7 @@ def rank_state(rank: CheckpointedRank) -> RankState:
         scheduler_state=plain_data(scheduler.state_dict()) if scheduler else None,
         scaler_state=plain_data(scaler.state_dict()) if scaler else None,
         ema=tuple(averages),
+        ema_state=rank.ema.state() if rank.ema is not None else {},
         random={(spec.place.stage, spec.place.replica): generator_states(torch.device(spec.device))},
     )
     return RankState(pieces, training)
@@ -214,6 +217,7 @@ def merged(parts: Sequence[Training]) -> Training:
         scheduler_state=scheduling.scheduler_state,
         scaler_state=scaling,
         ema=tuple(dict.fromkeys(name for part in parts for name in part.ema)),
+        ema_state=next((part.ema_state for part in parts if part.ema_state), {}),
         random={place: states for part in parts for place, states in part.random.items()},
     )
 

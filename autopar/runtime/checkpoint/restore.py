@@ -139,6 +139,8 @@ class Restore:
             updater.scheduler.load_state_dict(copied(saved.scheduler_state))
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
+        if self.rank.ema is not None:
+            self.rank.ema.load_state(saved.ema_state)
         updater.zero_grad()
         self.apply_random()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.units import of_type, plural
 from autopar.runtime.comm.protocols import Transport
+from autopar.runtime.optim.param_groups import options_of
 from autopar.runtime.optim.probe import (
     ParamKind,
     mixes_parameters,
@@ -43,7 +45,8 @@ def rank_optimizer(
     """Optimizer of a rank that updates the rank's part of the model as the whole optimizer would.
 
     Args:
-        make: the user's callable. It is called a second time if the optimizer needs whole parameters.
+        make: the user's callable. It is called again to see how it groups whole parameters, and if the optimizer needs
+            them.
         held: parameters by name, or local parts of them, that this rank's replica updates.
 
     Raises:
@@ -76,19 +79,52 @@ def rank_optimizer(
 def with_all_groups(
     spec: RankSpec, make: Callable[[Parameters], Optimizer], held: Mapping[str, nn.Parameter]
 ) -> Optimizer:
-    """Optimizer with all groups of the whole model. Each group has the parameters of this rank, or none.
+    """Optimizer with the groups that the callable makes of all whole parameters, each with those of this rank, or none.
 
-    The callable gets every parameter of the model. Parameters of other ranks are meta tensors, and are removed
-    afterwards.
+    Optimizers may make state of a parameter's shape when they are built, and callables group parameters by shape. So
+    the optimizer is built over the rank's parts; if the groups of whole parameters differ, over the rank's parameters
+    while they have the whole shapes.
+
+    Raises:
+        UsageError: as `made`; or groups depend on shapes, and the optimizer has state before its first step.
+    """
+    whole = {w.name: tuple(w.shape) for w in spec.trainable}
+    parts = {n: p for n, p in held.items() if n in whole and tuple(p.shape) != whole[n]}
+    optimizer, grouping = over_all(spec, make, held)
+    if not parts or grouping == over_all(spec, make, {n: p for n, p in held.items() if n not in parts})[1]:
+        return optimizer
+    with shaped_as(parts, whole):
+        optimizer, _ = over_all(spec, make, held)
+    if any(own.state.get(p) for own in nested(optimizer) for p in parts.values()):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"optimizer={name_of(make)} groups parameters by their shapes, and {name} makes its state when it is "
+            f"built: of whole parameters, while this rank has parts of {len(parts)} of its {len(held)} "
+            f"(tp={spec.mesh.tp}). Group by names, with the argument's named_parameters()."
+        )
+    return optimizer
+
+
+def over_all(
+    spec: RankSpec, make: Callable[[Parameters], Optimizer], held: Mapping[str, nn.Parameter]
+) -> tuple[Optimizer, list[list[tuple[list[str], str]]]]:
+    """Optimizer of the held parameters, and its grouping of all parameters.
+
+    The callable gets every parameter of the model. Those that are not held are whole meta tensors, and are removed
+    afterwards. The grouping is, of the optimizer and each that it wraps, names and options (as text) of each group.
     """
     placeholders: dict[str, nn.Parameter] = {
         w.name: nn.Parameter(torch.empty(w.shape, dtype=getattr(torch, w.stored_dtype), device="meta"))
         for w in spec.trainable
         if w.name not in held
     }
-    names = [w.name for w in spec.trainable] or list(held)
-    optimizer = made(make, {n: held[n] if n in held else placeholders[n] for n in names})
-    removed = {id(p) for p in placeholders.values()}
+    every = {n: held[n] if n in held else placeholders[n] for n in [w.name for w in spec.trainable] or held}
+    optimizer = made(make, every)
+    names, removed = {id(p): n for n, p in every.items()}, {id(p) for p in placeholders.values()}
+    grouping = [
+        [([names[id(p)] for p in group["params"]], repr(options_of(group))) for group in own.param_groups]
+        for own in nested(optimizer)
+    ]
     for part in nested(optimizer):
         for group in part.param_groups:
             keep = [i for i, p in enumerate(group["params"]) if id(p) not in removed]
@@ -97,7 +133,20 @@ def with_all_groups(
                     group[key][:] = [group[key][i] for i in keep]
         for parameter in [p for p in part.state if id(p) in removed]:
             del part.state[parameter]
-    return optimizer
+    return optimizer, grouping
+
+
+@contextmanager
+def shaped_as(parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Context in which parameters have other shapes: zeros that take the memory of one element."""
+    data = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = parameter.data.new_zeros(1).expand(shapes[name])
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = data[name]
 
 
 def made(make: Callable[[Parameters], Optimizer], named: Mapping[str, nn.Parameter]) -> Optimizer:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.graph import Graph, Weight
+from autopar.runtime.optim.param_groups import plain_data
 from autopar.runtime.optim.probe import probe_context, small_weight
 
+MAX_STATE_SIZE = 1024  # elements of a tensor that counts as state of the averaging itself
 UNUSED = "unused"  # name of a placeholder on ranks without parameters: ModelEmaV3 reads the first parameter's device
 
 
@@ -66,6 +69,7 @@ class Average:
                 "that returns an object with update(module, step=int) and module, such as "
                 "functools.partial(timm.utils.ModelEmaV3, decay=0.999)."
             ) from error
+        self.made_state = self.plain_state()
 
     @property
     def module(self) -> nn.Module:
@@ -86,6 +90,44 @@ class Average:
         """Averages by name, of weights that are in a state dict. They share memory with the averages."""
         averages = self.module.state_dict()
         return {name: averages[name].detach() for name in self.names if name in averages}
+
+    def plain_state(self) -> dict[str, Any]:
+        """Copies of the user's object's attributes and buffers that are numbers, texts, None or small tensors."""
+        modules = (self.source, self.module)
+        weights = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        values = dict(getattr(self.keeper, "__dict__", {}))
+        if isinstance(self.keeper, nn.Module):
+            values |= self.keeper.named_buffers(recurse=False)
+        return {
+            name: plain_data(value)
+            for name, value in values.items()
+            if isinstance(value, bool | int | float | str | np.generic | None)
+            or (isinstance(value, torch.Tensor) and value.numel() <= MAX_STATE_SIZE and id(value) not in weights)
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Attributes that have changed since the user's object was made, such as a number of updates."""
+        made = self.made_state
+        return {k: v for k, v in self.plain_state().items() if k not in made or not equal(v, made[k])}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Set the attributes in a ``state()``; all others get the values that they had when the object was made."""
+        changed, made = self.state(), self.made_state
+        for name in changed.keys() - made.keys() - state.keys():
+            delattr(self.keeper, name)
+        for name, value in ({k: made[k] for k in changed if k in made} | dict(state)).items():
+            if isinstance(value, torch.Tensor):
+                current = getattr(self.keeper, name, None)
+                like = current if isinstance(current, torch.Tensor) else next(self.source.parameters())
+                value = value.to(like.device, copy=True)
+            setattr(self.keeper, name, value)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values of `Average.plain_state` are equal in type and value."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE
@@ -28,6 +30,7 @@ from support.checkpoint_models import (
     VIT,
     assert_equal,
     contents,
+    rehash,
     save_small,
     small,
     start,
@@ -36,13 +39,17 @@ from support.checkpoint_models import (
 from support.forks import run_on_two
 from support.hardware import slow_compute
 from support.models import Tied
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.swa_utils import AveragedModel
 from typer.testing import CliRunner
 
 import autopar
 from autopar import ResumeWarning
 from autopar.api.checkpoint import read_header, read_plan, read_weights
 from autopar.ir.plan import Plan
+from autopar.runtime.checkpoint.folder import TRAINING
+from autopar.runtime.checkpoint.rank_state import decoded_training
 from autopar.runtime.checkpoint.reshard_planners import read_metadata
 from autopar.tools.cli.app import app
 
@@ -238,6 +245,81 @@ def test_averages_and_loss_scale_go_to_another_mesh(tmp_path: Path) -> None:
             assert pm.train_step(ROWS, CLASSES).loss == pytest.approx(loss, rel=1e-3)
             for name, tensor in pm.ema_state_dict().items():
                 torch.testing.assert_close(tensor, after[name], rtol=1e-3, atol=1e-4)
+
+
+class Swa(AveragedModel):
+    """The mean of all weights so far; torch counts the updates in a buffer."""
+
+    def update(self, module: nn.Module, step: int) -> None:
+        self.update_parameters(module)
+
+
+class Counted:
+    """The mean of all weights so far, with a count of its own, an attribute that comes later, and an option."""
+
+    def __init__(self, module: nn.Module, first: float = 1.0) -> None:
+        self.module, self.n, self.first = copy.deepcopy(module), 0, first
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int) -> None:
+        self.n += 1
+        self.scale = torch.tensor([self.first if self.n == 1 else 1 / self.n])
+        for average, weight in zip(self.module.parameters(), module.parameters(), strict=True):
+            average += (weight - average) * self.scale
+
+
+def after_six_steps(make: Callable[[nn.Module], Any], folder: Path) -> dict[str, torch.Tensor]:
+    """Averages of a run that saves after its first step, and then after four."""
+    with small(ema=make) as pm:
+        for step in range(6):
+            pm.train_step(ROWS.roll(step, 0), CLASSES)
+            if step in (0, 3):
+                pm.save_checkpoint(folder / f"{step + 1}")
+        return pm.ema_state_dict()
+
+
+def resumed(pm: autopar.ParallelModel, folder: Path, steps: Sequence[int]) -> dict[str, torch.Tensor]:
+    pm.load_checkpoint(folder)
+    for step in steps:
+        pm.train_step(ROWS.roll(step, 0), CLASSES)
+    return pm.ema_state_dict()
+
+
+@pytest.mark.parametrize("make", [Swa, Counted])
+def test_averages_that_count_for_themselves_go_on_counting(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    expected = after_six_steps(make, tmp_path)
+    with small(devices=2, pp=2, ema=make) as pm:
+        found = resumed(pm, tmp_path / "4", (4, 5))
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name])
+        again = resumed(pm, tmp_path / "1", range(1, 6))  # the counts go back as well
+        for name, tensor in again.items():
+            torch.testing.assert_close(tensor, expected[name])
+
+
+def test_options_of_an_average_are_those_of_the_run_that_loads(tmp_path: Path) -> None:
+    with small(ema=functools.partial(Counted, first=0.5)) as pm:
+        pm.train_step(ROWS, CLASSES)
+        pm.save_checkpoint(tmp_path)
+    training = decoded_training((tmp_path / read_header(tmp_path).data / TRAINING).read_bytes())
+    assert training.ema_state == {"n": 1, "scale": torch.tensor([0.5])}
+    with small(ema=functools.partial(Counted, first=0.25)) as pm:
+        pm.load_checkpoint(tmp_path)
+        keeper = pm._ranks.rank.ema.keeper
+        assert (keeper.n, keeper.first, keeper.scale) == (1, 0.25, 0.5)
+
+
+def test_a_checkpoint_without_the_state_of_its_averages(tmp_path: Path) -> None:
+    after_six_steps(Counted, tmp_path)
+    averages = read_weights(tmp_path / "4", ema=True)
+    path = tmp_path / "4" / read_header(tmp_path / "4").data / TRAINING
+    fields = torch.load(path, weights_only=True)
+    assert fields.pop("ema_state")
+    torch.save(fields, path)
+    rehash(tmp_path / "4")
+    with small(ema=Counted) as pm:
+        assert_equal(resumed(pm, tmp_path / "4", ()), averages)
+        assert pm._ranks.rank.ema.keeper.n == 0
 
 
 def test_precision_and_averages_that_come_or_go(saved: Path) -> None:

@@ -82,6 +82,22 @@ class InPlace(nn.Module):
         return z * self.average
 
 
+class UpdatesThroughViews(nn.Module):
+    """Clamps a weight without gradient, and updates statistics that are parts of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.statistics = nn.Buffer(torch.ones(2, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.fc1.weight.clamp_(-0.1, 0.1)
+        mean, variance = self.statistics
+        y = nn.functional.batch_norm(self.fc1(x).flatten(0, 1), mean, variance, training=self.training)
+        return self.fc2(torch.relu(y))
+
+
 def blocks(heads: int) -> nn.Module:
     return nn.Sequential(*(Block(24, heads, qkv_bias=True) for _ in range(2)))
 
@@ -144,6 +160,8 @@ EXAMPLES = {
         "depthwise.weight": "tp:0"}),
     "statistics of samples": Example(Convolutions, (4, 3, 6, 6), {"conv1.conv2d": "n", "norm1.batch_norm": "n"}),
     "in place": Example(InPlace, HIDDEN, {"fc.linear": "n", "relu": "d0", "mul": "d1"}),
+    "in place through views": Example(UpdatesThroughViews, HIDDEN, COLUMN_ROW | {"batch_norm": "c"}, stored={
+        "fc1.weight": "replicated", "fc2.weight": "tp:1", "statistics": "replicated"}),
 }  # fmt: skip
 
 

@@ -237,6 +237,75 @@ def test_every_rank_has_all_groups() -> None:
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
 
 
+def by_size(parameters: Any, kind: Any = torch.optim.RMSprop) -> torch.optim.Optimizer:
+    groups = [[p for p in parameters if p.numel() >= 15], [p for p in parameters if p.numel() < 15]]
+    return kind([{"params": own, "lr": lr} for own, lr in zip(groups, (0.1, 0.01), strict=True)])
+
+
+def by_fan_in(parameters: Any) -> torch.optim.Optimizer:
+    """A learning rate for each parameter that depends on its columns: the groups differ in options only."""
+    return torch.optim.AdamW([{"params": [p], "lr": 0.1 / p.shape[-1]} for p in parameters], fused=False)
+
+
+def by_rank_of_tensors(parameters: Any) -> torch.optim.Optimizer:
+    groups = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]]
+    return torch.optim.Adagrad([{"params": own, "lr": lr} for own, lr in zip(groups, (0.1, 0.01), strict=True)])
+
+
+WHOLE_PARAMETERS = functools.partial(timm.optim.Lamb, weight_decay=0.1, max_grad_norm=None)
+SIZES = {"rows": (6, 4), "columns": (4, 4), "bias": (14,)}
+
+
+def part(name: str, whole: torch.Tensor, shard: int) -> torch.Tensor:
+    return whole if name == "bias" else whole.chunk(2, int(name == "columns"))[shard]
+
+
+def shards(make: Make, start: dict[str, torch.Tensor]) -> list[Rank]:
+    """Two ranks that have rows of one weight, columns of another one, and a whole bias."""
+    hub, layouts, ranks = InProcessMailboxes(), {"rows": split_layout(0), "columns": split_layout(1)}, []
+    for number in range(2):
+        own = {name: part(name, tensor, number).clone() for name, tensor in start.items()}
+        spec = RankSpec(
+            rank=number, mesh=Mesh(1, 2, 1), device="cpu", build=lambda *_: nn.Identity(),
+            weights=tuple(Weight(n, "parameter", tuple(t.shape), "float32", True) for n, t in own.items()),
+            holders={}, stage_edges=(), recipe=TrainingRecipe(F.cross_entropy, make), storage=layouts, owners={},
+            trainable=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in SIZES.items()),
+        )  # fmt: skip
+        ranks.append(Rank(spec, own, LocalTransport(number, hub)))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "make", [by_size, by_fan_in, by_rank_of_tensors, functools.partial(by_size, kind=WHOLE_PARAMETERS)]
+)
+def test_groups_are_those_of_whole_parameters(make: Make) -> None:
+    start = {name: torch.randn(shape) for name, shape in SIZES.items()}
+    ranks = shards(make, start)
+    expected = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    optimizer = make(list(expected.values()))
+    for _ in range(2):
+        for name, tensor in expected.items():
+            tensor.grad = torch.randn_like(tensor)
+            for number, rank in enumerate(ranks):
+                rank.trainable[name].grad = part(name, tensor.grad, number).clone()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(Rank.optimizer_step, ranks, [0] * 2))
+        optimizer.step()
+    for number, rank in enumerate(ranks):
+        for name, parameter in rank.trainable.items():
+            assert_close(parameter.detach(), part(name, expected[name].detach(), number), f"{name} of rank {number}")
+
+
+def test_groups_by_shape_of_an_optimizer_with_state_from_the_start() -> None:
+    start = {name: torch.randn(shape) for name, shape in SIZES.items()}
+    message = (
+        r"optimizer=by_size groups parameters by their shapes, and Adagrad makes its state .* parts of 2 of its 3 "
+        r"\(tp=2\)\. Group by names"
+    )
+    with pytest.raises(autopar.UsageError, match=message):
+        shards(functools.partial(by_size, kind=torch.optim.Adagrad), start)
+
+
 @pytest.mark.parametrize("layer_decay", [None, 0.7])
 @pytest.mark.parametrize("filter_bias_and_bn", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
