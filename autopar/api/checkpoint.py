@@ -100,10 +100,8 @@ def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header
     """Write a checkpoint on all ranks, and keep so many of the folder's checkpoints.
 
     Raises:
-        UsageError: ``keep`` is no whole number of at least 1.
         CheckpointError: the checkpoint cannot be written.
     """
-    check_keep(keep)
     path = str(Path(folder).absolute())
     results = ranks.call_all("save_checkpoint", path, header, keep)
     raise_first(results)
