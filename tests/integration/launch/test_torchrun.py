@@ -313,7 +313,7 @@ with start() as pm:
     # Calls that are compared late.
     pm.lr_scheduler.step(1.0)
     pm.lr_scheduler.step(0.5 + rank)
-    refused(step, "step(0.5) and then train_step in train mode on rank 0, lr_scheduler.step(1.5) and then train_step in")
+    refused(step, "step(0.5) and then train_step in train mode on rank 0, lr_scheduler.step(1.5) and then train_step")
     pm.load_checkpoint("saved")
     if rank == 0:
         pm.lr_scheduler.step(1.0)
