@@ -1,4 +1,4 @@
-"""Checks that the ranks of a launcher make one call, with batches that belong together."""
+"""Checks that the ranks of a launcher make the same calls, with batches that belong together."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SAMPLED_ELEMENTS = 1024  # elements of a sample that `fingerprint` reads, evenly
 # Batches of a signature whose content is compared: the first ones, then one in so many.
 FIRST_CHECKS, CHECK_EVERY = 3, 16
 MAX_KINDS = 64  # bounds the memory of a caller whose batches all differ in shape
+MAX_EARLIER, MAX_LISTED = 16, 3  # calls since the last comparison: so many are kept, and listed by an error
 HASH_FACTOR = 6364136223846793005  # multiplier of Knuth's MMIX generator: spreads any change over all bits
 
 
@@ -33,7 +34,7 @@ class Part(NamedTuple):
         late_fingerprint: of a batch on the GPU, `MAX_STEPS_IN_FLIGHT` batches ago.
         kind, shapes: checksums of the batch's signature and of its shapes.
         refused: whether the rank refuses the call.
-        call: checksum of the call's text.
+        call: checksum of the call's text and of those of earlier calls that were not compared.
     """
 
     batch: int = 0
@@ -57,7 +58,9 @@ class BatchAgreement:
     at the third batch at the latest.
 
     A rank that refuses its part of a call, such as a target of a wrong shape, takes part in the all-gather too, so that
-    all ranks raise an error and the run can go on. So do ranks that make different calls.
+    all ranks raise an error and the run can go on. So do ranks that make different calls. Calls in which ranks wait for
+    each other are compared before they run, as batches are (`compare`). Others take no part in an all-gather of their
+    own: their texts are compared with the next call that does (`note`).
 
     ``flag`` is sent along with each batch, and ``any_flag`` says whether any rank's flag was true the last time.
     ``kinds`` and ``shapes`` are every rank's checksums of its last batch: all ranks bind and capture steps by them, so
@@ -71,6 +74,8 @@ class BatchAgreement:
         self.shapes: tuple[int, ...] = ()
         self.pending: deque[Callable[[], list[int]]] = deque()  # fingerprints of batches on GPUs
         self.num_batches: Counter[int] = Counter()  # that the ranks agreed on, by kind
+        self.earlier: deque[str] = deque(maxlen=MAX_EARLIER)  # the last noted calls since the last comparison
+        self.earlier_checksum = 0  # of all of them
 
     def start(self, call: str, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
         """Start the all-gather; the returned function waits for it and compares the ranks' numbers.
@@ -85,15 +90,12 @@ class BatchAgreement:
         now, late = (0, 0)
         if self.mesh.tp > 1:
             now, late = self.fingerprints(values if self.is_checked(kind) else ())
-        own = Part(batch, self.flag, now, late, kind, shapes, call=checksum(call))
+        own = Part(batch, self.flag, now, late, kind, shapes, call=checksum(call, self.earlier_checksum))
         exchanged = self.ranks.exchange(own)
 
         def agree() -> None:
             parts = self.parts(exchanged)
-            if any(part.refused for part in parts):
-                check_not_refused(self.ranks.gathered(""), None, f"its part of {call}")
-            if len({part.call for part in parts}) > 1:
-                raise different_calls(self.ranks.gathered(call))
+            self.check_calls(parts, call)
             if len(self.num_batches) == MAX_KINDS:
                 self.num_batches.clear()
             self.num_batches[kind] += 1
@@ -105,6 +107,40 @@ class BatchAgreement:
             check_same_samples([part.late_fingerprint for part in parts], self.mesh, ago)
 
         return agree
+
+    def note(self, call: str) -> None:
+        """Keep a call, with its arguments as text, for the next comparison."""
+        self.earlier.append(call)
+        self.earlier_checksum = checksum(call, self.earlier_checksum)
+
+    def compare(self, call: str, uses_files: bool = False) -> None:
+        """Wait until all ranks make a call, and compare it: before a call outside of batches that waits for all ranks.
+
+        Args:
+            call: the call as text.
+            uses_files: whether a rank may read or write files first, so that the others wait as long as for a save.
+
+        Raises:
+            UsageError: the ranks do not make the same call, on all of them.
+        """
+        own = Part(flag=self.flag, call=checksum(call, self.earlier_checksum))
+        self.check_calls(self.parts(self.ranks.exchange(own, uses_files)), call)
+
+    def check_calls(self, parts: Sequence[Part], call: str) -> None:
+        """Raise a UsageError if a rank has refused its part of a call, or the ranks' calls since the last one differ.
+
+        Args:
+            parts: of each rank.
+            call: this rank's call.
+        """
+        if any(part.refused for part in parts):  # noted calls are compared the next time
+            check_not_refused(self.ranks.gathered(""), None, f"its part of {call}")
+        calls = [*self.earlier, call]
+        self.earlier.clear()
+        self.earlier_checksum = 0
+        if len({part.call for part in parts}) > 1:
+            self.pending.clear()  # ranks may have added a batch or not
+            raise different_calls(self.ranks.gathered(calls))
 
     def refuse(self, error: Exception) -> None:
         """Take part in the agreement on a call that this rank refuses, and pass the error's message to the others."""
@@ -154,19 +190,26 @@ def check_not_refused(refusals: Sequence[str], own: Exception | None, what: str)
         raise UsageError(f"Rank {rank} refused {what}, so nothing has changed on any rank: {refusals[rank]}")
 
 
-def different_calls(calls: Sequence[str]) -> UsageError:
+def different_calls(calls: Sequence[Sequence[str]]) -> UsageError:
     """Error of ranks that make different calls.
 
     Args:
-        calls: each rank's call as text.
+        calls: each rank's last calls as text. The last of each was compared and not carried out; others were.
     """
+    alike = 0  # calls that are the same on all ranks
+    while len({tuple(own[: alike + 1]) for own in calls}) == 1 and alike + 1 < min(map(len, calls)):
+        alike += 1
+    texts = [" and then ".join(own[alike:][:MAX_LISTED]) for own in calls]
     listed = ", ".join(
-        f"{call} on rank {', '.join(str(rank) for rank, other in enumerate(calls) if other == call)}"
-        for call in dict.fromkeys(calls)
+        f"{text} on rank {', '.join(str(rank) for rank, other in enumerate(texts) if other == text)}"
+        for text in dict.fromkeys(texts)
     )
+    done = "Nothing has changed."
+    if any(len(own) > alike + 1 for own in calls):
+        done = "Each rank has carried out all but its last call, so the ranks may differ: go on from a checkpoint."
     return UsageError(
-        f"The ranks make different calls: {listed}. Nothing has changed. Every rank makes the same calls in the same "
-        "order, on its own part of the batch."
+        f"The ranks make different calls: {listed}. {done} Every rank makes the same calls in the same order, on its "
+        "own part of the batch."
     )
 
 

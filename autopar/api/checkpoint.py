@@ -112,15 +112,17 @@ def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header
     """Write a checkpoint on all ranks, and keep so many of the folder's checkpoints.
 
     Raises:
-        UsageError: ``keep`` is no whole number of at least 1, or ``folder`` is empty.
         CheckpointError: the checkpoint cannot be written.
     """
-    check_keep(keep)
-    if not os.fspath(folder):
-        raise UsageError('The folder to save to is "". Give a folder of its own; the current one is ".".')
     path = str(Path(folder).absolute())
     results = ranks.call_all("save_checkpoint", path, header, keep)
     raise_first(results)
+
+
+def check_folder(folder: str | PathLike[str]) -> None:
+    """Raise a UsageError if a folder to save to is an empty text."""
+    if not os.fspath(folder):
+        raise UsageError('The folder to save to is "". Give a folder of its own; the current one is ".".')
 
 
 def check_keep(keep: int) -> None:

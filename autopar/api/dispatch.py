@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from autopar.ir.pytree import leaves as pytree_leaves
 from autopar.ops.counter_rng import counter_rows
 from autopar.runtime.commands import command_named
 from autopar.runtime.engine.executor import StepData
+from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.pool import WorkerPool
+from autopar.runtime.launch.recipe_text import call_text
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import StepRequest
 from autopar.schedule.check import check
@@ -36,6 +39,7 @@ from autopar.trace.passes.random_ops import RNG_COUNTERS
 # Batch shapes whose programs are kept, so that a run with images of 100 sizes traces each of them once. The programs of
 # one shape and mode take 4 MiB of host memory for a ViT-B (torch 2.15, not compiled).
 MAX_BATCH_SHAPES = 128
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,30 @@ class Dispatcher:
     def set_counters(self, num_updates: int, num_drawn: int = 0) -> None:
         """Set the counters where no gradients are left."""
         self.num_updates, self.num_drawn, self.has_gradients = num_updates, num_drawn, False
+
+    def note(self, call: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NO_ARGUMENTS) -> None:
+        """Before a command that ranks carry out without an agreement: keep it for the next one, with its arguments."""
+        if self.agreement is not None:
+            self.agreement.note(call_text(call, args, kwargs) if args or kwargs else call)
+
+    @contextmanager
+    def compared(self, call: str, reads_only: bool = False, uses_files: bool = False) -> Iterator[None]:
+        """Context of a call outside of batches in which ranks of a launcher wait for each other.
+
+        Args:
+            call: the call as text.
+            reads_only: as in `Command`.
+            uses_files: as for `BatchAgreement.compare`.
+
+        Raises:
+            UsageError: the ranks do not make the same call, on all of them.
+        """
+        if self.agreement is None:
+            yield
+            return
+        with interrupt_at_end(call) if reads_only else nullcontext():
+            self.agreement.compare(call, uses_files)
+            yield
 
     @contextmanager
     def checking(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.api.batch_agreement import check_not_refused
 from autopar.api.caller import caller_level
-from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
+from autopar.api.checkpoint import check_folder, check_keep, header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import BatchRequest, Dispatcher
 from autopar.api.module_attributes import OF_MODEL, missing_attribute
 from autopar.api.precision import warn_of_autocast
@@ -30,9 +30,11 @@ from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
 from autopar.ir.mesh import Place
 from autopar.ir.plan import Plan
+from autopar.ir.units import plural
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.devices import Machine
 from autopar.runtime.launch.pool import WorkerPool
+from autopar.runtime.launch.recipe_text import call_text
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, RankStepResult, StepNumbers, UpdateResult
 from autopar.sharding.tensors import assembled, summed_gradients
@@ -98,20 +100,27 @@ class ParallelModel:
         """Sums over the data ranks of the numbers that each passes for its part; all ranks of torchrun call it."""
         if not isinstance(self._ranks, SpmdBackend):
             return list(numbers)
-        by_rank = self._ranks.gathered(list(numbers))
+        with self._dispatcher.compared(f"data_sum of {plural(len(numbers), 'number')}"):
+            by_rank = self._ranks.gathered(list(numbers))
         firsts = [by_rank[self.plan.mesh.rank(Place(0, replica))] for replica in range(self.data_size)]
         return [sum(column) for column in zip(*firsts, strict=True)]
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank; all ranks of torchrun call it and wait for each other."""
-        return any(self._ranks.gathered(flag)) if isinstance(self._ranks, SpmdBackend) else flag
+        if not isinstance(self._ranks, SpmdBackend):
+            return flag
+        with self._dispatcher.compared("any_rank"):
+            return any(self._ranks.gathered(flag))
 
     def broadcast_from_rank0(self, text: str) -> str:
         """The text that rank 0 passes, on every rank; all ranks of torchrun call it and wait for each other.
 
         They wait as long as for a checkpoint: rank 0 may have copied or removed files.
         """
-        return self._ranks.gathered(text, uses_files=True)[0] if isinstance(self._ranks, SpmdBackend) else text
+        if not isinstance(self._ranks, SpmdBackend):
+            return text
+        with self._dispatcher.compared("broadcast_from_rank0", uses_files=True):
+            return self._ranks.gathered(text, uses_files=True)[0]
 
     def any_rank_so_far(self, flag: bool) -> bool:
         """Whether any rank passed a true ``flag`` before the last batch; does not wait.
@@ -254,6 +263,7 @@ class ParallelModel:
             UsageError: parallelize was given no optimizer.
         """
         self._check_optimizer()
+        self._dispatcher.note("optimizer_step")
         results = self._call("optimizer_step", self.num_updates)
         self._dispatcher.updated()
         return results[max(results)]
@@ -277,6 +287,7 @@ class ParallelModel:
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients; random operations repeat the numbers that they drew for them."""
+        self._dispatcher.note("zero_grad")
         self._call("zero_grad")
         self._dispatcher.set_counters(self.num_updates)
 
@@ -297,7 +308,8 @@ class ParallelModel:
 
         What ``get_extra_state`` of its modules returned is that of `parallelize`, or of the last ``load_state_dict``.
         """
-        merged = assembled(self._call("state"), self._spec.storage, self.plan.mesh)
+        with self._dispatcher.compared("state_dict", reads_only=True):
+            merged = assembled(self._call("state"), self._spec.storage, self.plan.mesh)
         return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -310,7 +322,8 @@ class ParallelModel:
         refusal = misfit(state, weights, self._state_names, self._extra_state, self.plan.model.name)
         tensors = {} if refusal else {self._aliases[name]: state[name] for name in self._state_names}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        by_rank = self._ranks.gathered((refusal, dtypes)) if isinstance(self._ranks, SpmdBackend) else []
+        with self._dispatcher.compared("load_state_dict"):
+            by_rank = self._ranks.gathered((refusal, dtypes)) if isinstance(self._ranks, SpmdBackend) else []
         check_not_refused([text for text, _ in by_rank], UsageError(refusal) if refusal else None, "its state dict")
         self._extra_state |= {name: state[name] for name in self._extra_state if name in state}
         if isinstance(self._ranks, SpmdBackend):
@@ -332,7 +345,8 @@ class ParallelModel:
             UsageError: parallelize was given no ema.
         """
         self._check_ema()
-        merged = assembled(self._call("ema_state"), self._spec.storage, self.plan.mesh)
+        with self._dispatcher.compared("ema_state_dict", reads_only=True):
+            merged = assembled(self._call("ema_state"), self._spec.storage, self.plan.mesh)
         return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
 
     @contextmanager
@@ -343,13 +357,15 @@ class ParallelModel:
             UsageError: parallelize was given no ema; or, within, a call trains, loads or saves.
         """
         self._check_ema()
-        self._call("swap_ema", True)
+        with self._dispatcher.compared("ema_weights"):
+            self._call("swap_ema", True)
         self._dispatcher.averaged = True
         try:
             yield
         finally:
             self._dispatcher.averaged = False
             if self._ranks.failed is None:
+                self._dispatcher.note("end of ema_weights")  # also after an exception that only this rank has
                 self._call("swap_ema", False)
 
     def _check_ema(self) -> None:
@@ -376,7 +392,13 @@ class ParallelModel:
             CheckpointError: the checkpoint cannot be written, for example because the disk is full. The previous
                 checkpoint is unchanged, and training can go on.
         """
-        save_on_ranks(self._dispatcher, folder, self._header(extra), keep)
+        with self._dispatcher.checking():
+            check_folder(folder)
+            check_keep(keep)
+            header = self._header(extra)
+        call = call_text("save_checkpoint", (str(folder),), {"keep": keep})
+        with self._dispatcher.compared(call, reads_only=True, uses_files=True):
+            save_on_ranks(self._dispatcher, folder, header, keep)
 
     def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
         """Resume from a checkpoint that was saved under any mesh, and return the ``extra`` that was saved with it.
@@ -393,7 +415,8 @@ class ParallelModel:
                 was loaded. Names the other checkpoints that are kept in the folder. If a file cannot be read any more
                 after its hash was checked, the model is closed.
         """
-        header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
+        with self._dispatcher.compared("load_checkpoint", uses_files=True):
+            header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
         self._dispatcher.set_counters(header.updates, header.drawn)
         return header.extra
 
@@ -404,7 +427,8 @@ class ParallelModel:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
-        total = summed_gradients(self._call("gradients"), self._spec.storage, self.plan.mesh)
+        with self._dispatcher.compared("gradients", reads_only=True):
+            total = summed_gradients(self._call("gradients"), self._spec.storage, self.plan.mesh)
         return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}
 
     def loss_scale(self) -> float:
@@ -417,7 +441,8 @@ class ParallelModel:
 
     def stats(self) -> dict[int, RankStats]:
         """Measurements of each rank in its last step."""
-        return self._call("stats")
+        with self._dispatcher.compared("stats", reads_only=True):
+            return self._call("stats")
 
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Peak bytes of tensors on each rank during a training step; does the step, more slowly than `train_step`."""

@@ -35,6 +35,7 @@ class SchedulerHandle:
     def _step(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._has_schedulers:
             raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
+        self._dispatcher.note(f"lr_scheduler.{method}", args, kwargs)
         self._dispatcher.call_all("scheduler_step", method, args, kwargs)
 
     def get_last_lr(self) -> list[float]:

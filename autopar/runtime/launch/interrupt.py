@@ -5,9 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+
+class Deferral:
+    """Handler of Ctrl-C that keeps the first one for the end of a call, and passes others on to ``handler``."""
+
+    def __init__(self, call: str, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.call, self.handler = call, handler
+        self.frames: list[FrameType | None] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.frames.append(frame)
+        if len(self.frames) > 1:
+            self.handler(number, frame)
+        elif self.handler is signal.default_int_handler:  # another handler says itself what happens
+            # Not print: the signal may have interrupted one.
+            os.write(2, f"\nautopar: interrupted once {self.call} has ended. Ctrl-C again ends the model.\n".encode())
 
 
 @contextmanager
@@ -17,26 +34,18 @@ def interrupt_at_end(call: str) -> Iterator[None]:
     Args:
         call: name of what runs inside, for the notice.
 
-    Outside of the main thread, which alone handles signals, the context is empty.
+    Outside of the main thread, which alone handles signals, the context is empty. So it is inside of another one.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(handler) or isinstance(handler, Deferral):
         yield
         return
-    frames: list[FrameType | None] = []
-
-    def defer(number: int, frame: FrameType | None) -> None:
-        frames.append(frame)
-        if len(frames) > 1:
-            handler(number, frame)
-        elif handler is signal.default_int_handler:  # another handler says itself what happens
-            # Not print: the signal may have interrupted one.
-            os.write(2, f"\nautopar: interrupted once {call} has ended. Ctrl-C again ends the model.\n".encode())
-
-    signal.signal(signal.SIGINT, defer)
+    deferral = Deferral(call, handler)
+    signal.signal(signal.SIGINT, deferral)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if frames:
-        handler(signal.SIGINT, frames[0])
+    if deferral.frames:
+        handler(signal.SIGINT, deferral.frames[0])

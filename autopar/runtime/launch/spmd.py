@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from autopar.errors import UsageError
 from autopar.ir.pytree import tree_map
@@ -28,12 +29,17 @@ from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure, publish_uncaught
 from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.model_groups import DEFAULT_GROUP, DROPPED, close_dropped
+from autopar.runtime.launch.recipe_text import optimizer_texts, recipe_texts
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.random_state import RandomState
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
-MAX_NAMED = 4  # number of decision parts that an error lists
+MAX_NAMED = 4  # differences that an error lists
+PLAN_ONCE = (
+    "Their models, arguments or machines differ. Plan once with `autopar plan … -o plan.json` and pass plan= on each."
+)
+SAME_ARGUMENTS = "Pass the same arguments to autopar.parallelize on every rank."
 
 MODELS = itertools.count()  # numbers of the models of this process, equal on all ranks, which separate their keys
 
@@ -79,8 +85,8 @@ class SpmdBackend:
             decision: this rank's plan as text; the ranks must agree on it, since each plans for itself.
 
         Raises:
-            UsageError: the ranks' decisions differ, the caller's process group does not fit, or open models run over
-                another backend.
+            UsageError: the ranks' decisions or recipes differ, the caller's process group does not fit, or open models
+                run over another backend.
         """
         self.failed: str | None = None
         self.lock = threading.RLock()  # held during a command, while a result is read, and in waits for other ranks
@@ -114,11 +120,15 @@ class SpmdBackend:
                 # Gloo for objects, also where NCCL carries the tensors.
                 self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 self.opened.callback(destroy_groups, [self.control])
-                decisions, dropped = zip(*self.all_of((decision, list(DROPPED))))
+                plan = re.split("; |, ", decision)
+                plans, recipes, dropped = zip(*self.all_of((plan, recipe_texts(spec), list(DROPPED))))
                 close_dropped(dropped)
-                check_agreement(decisions, spec.rank)
+                check_agreement(plans, spec.rank, "run the same plan", PLAN_ONCE)
+                check_agreement(recipes, spec.rank, "train alike", SAME_ARGUMENTS)
                 own = self.received(spec, tensors)
                 self.rank = connect_rank(spec, own, timeout_seconds, self.opened)
+                optimizers = self.all_of(optimizer_texts(self.rank))
+                check_agreement(optimizers, spec.rank, "train alike", SAME_ARGUMENTS)
         except BaseException:
             self.close()
             raise
@@ -170,21 +180,25 @@ class SpmdBackend:
             raise TransportError(f"gathering what all ranks have: {error}") from error
         return things
 
-    def exchange(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+    def exchange(self, numbers: Sequence[int], uses_files: bool = False) -> Callable[[], list[list[int]]]:
         """Start an all-gather of a few integers, equally many on each rank. The result waits and returns rows by rank.
 
         Only the hosts communicate, so no GPU is waited for. No GPU waits either while steps are launched ahead.
+
+        Args:
+            uses_files: as for `gathered`.
         """
         check_open(self)
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        with self.report_failures("agreeing on a batch"):
-            delivery = launch_async(
-                lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
-            )
+        options = AllgatherOptions()
+        if uses_files:
+            options.timeout = timedelta(seconds=self.rank.spec.checkpoint_seconds)
+        with self.report_failures("agreeing on a call"):
+            delivery = launch_async(lambda: self.control.allgather([rows], [own], options), "agreeing on a call")
 
         def rows_by_rank() -> list[list[int]]:
-            with self.report_failures("agreeing on a batch"):
+            with self.report_failures("agreeing on a call"):
                 delivery()
             return [row.tolist() for row in rows]
 
@@ -300,19 +314,22 @@ def check_open(ranks: InProcessBackend | SpmdBackend) -> None:
         raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
 
 
-def check_agreement(decisions: Sequence[str], rank: int) -> None:
-    """Compare the decisions of all ranks.
+def check_agreement(texts: Sequence[Sequence[str]], rank: int, what: str, remedy: str) -> None:
+    """Compare what all ranks have.
+
+    Args:
+        texts: of each rank.
+        what: what the ranks do not do if their texts differ, for the message.
 
     Raises:
-        UsageError: another rank's decision differs from this rank's; the message lists the differences.
+        UsageError: another rank's texts differ from this rank's; the message lists the differences.
     """
-    other = next((number for number, decision in enumerate(decisions) if decision != decisions[rank]), None)
+    other = next((number for number, words in enumerate(texts) if words != texts[rank]), None)
     if other is not None:
-        mine, theirs = (re.split("; |, ", decisions[number]) for number in (rank, other))
+        mine, theirs = texts[rank], texts[other]
         raise UsageError(
-            f"The {len(decisions)} ranks do not run the same plan: rank {rank} has {only_in(mine, theirs)}; "
-            f"rank {other} has {only_in(theirs, mine)}. Their models, arguments or machines differ. Plan once with "
-            "`autopar plan … -o plan.json` and pass plan= on each."
+            f"The {len(texts)} ranks do not {what}: rank {rank} has {only_in(mine, theirs)}; "
+            f"rank {other} has {only_in(theirs, mine)}. {remedy}"
         )
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import warnings
 from collections.abc import Iterator
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -300,15 +301,17 @@ def test_a_mark_tells_batches_apart() -> None:
 class Told:
     """Ranks of a launcher, for which the others' rows are given, and their texts."""
 
-    def __init__(self, others: list[list[int]], refused: bool = False, call: str = "a step") -> None:
-        self.others = [[*row, refused, checksum(call)] for row in others]
-        self.texts = ["too few" if refused else call] * len(others)
-        self.gathers: list[str] = []
+    def __init__(self, others: list[list[int]], refused: bool = False, call: str = "a step", *earlier: str) -> None:
+        self.others = [
+            [*row, refused, checksum(call, reduce(lambda sum, c: checksum(c, sum), earlier, 0))] for row in others
+        ]
+        self.texts: list[Any] = ["too few" if refused else [*earlier, call]] * len(others)
+        self.gathers: list[Any] = []
 
-    def exchange(self, row: Any) -> Any:
+    def exchange(self, row: Any, uses_files: bool = False) -> Any:
         return lambda: [list(map(int, row)), *self.others]
 
-    def gathered(self, text: str) -> list[str]:
+    def gathered(self, text: Any) -> list[Any]:
         self.gathers.append(text)
         return [text, *self.texts]
 
@@ -355,6 +358,43 @@ def test_a_call_that_a_rank_refuses_or_does_not_make_is_an_error_of_all() -> Non
         assert agreement.any_flag and not agreement.num_batches
         agreement.refuse(UsageError("too many"))
         assert ranks.gathers[-1] == "too many"
+
+
+def test_calls_that_are_not_compared_by_themselves_are_compared_with_the_next_one() -> None:
+    row = [0, 0, 0, 0, 0, 0]
+    ranks: Any = Told([row], False, "stats", "zero_grad", "step(1)")
+    agreement = BatchAgreement(ranks, Mesh(1, 2, 1), 1)
+
+    def note(*calls: str) -> None:
+        for call in calls:
+            agreement.note(call)
+
+    note("zero_grad", "step(1)")
+    agreement.compare("stats")
+    assert not ranks.gathers and not agreement.earlier
+    for calls, error in (
+        (
+            ("zero_grad", "step(2)"),
+            r"calls: step\(2\) and then stats on rank 0, step\(1\) and then stats on rank 1\. Each",
+        ),
+        (("zero_grad",), r"calls: stats on rank 0, step\(1\) and then stats on rank 1\. Each rank has carried out all"),
+        ((), r"calls: stats on rank 0, zero_grad and then step\(1\) and then stats on rank 1\. Each rank"),
+    ):
+        note(*calls)
+        with pytest.raises(UsageError, match=error):
+            agreement.compare("stats")
+    # A refused call compares nothing: the next one does.
+    note("zero_grad", "step(1)")
+    agreement.ranks = refusing = Told([row], refused=True)  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="Rank 1 refused its part of stats"):
+        agreement.compare("stats")
+    agreement.ranks = ranks
+    agreement.compare("stats")
+    # Of many calls the last are kept, and all are compared.
+    note(*["step(1)"] * 99)
+    assert len(agreement.earlier) < 20 and refusing.gathers == [""]
+    with pytest.raises(UsageError, match="different calls"):
+        agreement.compare("stats")
 
 
 TALK = """

@@ -253,6 +253,95 @@ def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
     assert said in done.stderr, done.stderr[-3000:]
 
 
+DIFFERENT_CALLS = """
+import functools, os
+import torch
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close
+from support.models import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = Tied()
+x, y = torch.randint(0, 32, (8, 5)), torch.randint(0, 32, (8,))
+plan = plan_by_hand(model, x, 2, [], dp=2)
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+
+def refused(call, message):
+    try:
+        call()
+        raise SystemExit(f"accepted: {message}")
+    except autopar.UsageError as error:
+        assert message in str(error), error
+
+def start(**options):
+    given = dict(optimizer=sgd, lr_scheduler=plateau, plan=plan, compile=False, seed=1) | options
+    return autopar.parallelize(model, 2, x, **given)
+
+alone = (lambda output, target: output.sum()) if rank else None
+for options, mine in (
+    (dict(seed=rank), f"rank {rank} has seed {rank}; "),
+    (dict(clip_grad_norm=[None, 0.5][rank]), "rank 1 has clip_grad_norm 0.5"),
+    (dict(loss_fn=alone), "rank 1 has loss_fn __main__.<lambda> of line"),
+    (dict(optimizer=functools.partial(sgd, momentum=rank)), "momentum=1"),
+    (dict(optimizer=lambda own: torch.optim.SGD(own, lr=0.1, momentum=rank)), "has momentum 1 in parameter group 0"),
+    (dict(optimizer=lambda own: [torch.optim.SGD, torch.optim.AdamW][rank](own)), "optimizer torch.optim.adamw.AdamW"),
+    (dict(lr_scheduler=lambda own: plateau(own, factor=0.1 + rank / 10)), f"rank {rank} has factor 0.{1 + rank} of lr"),
+):
+    refused(lambda: start(**options), mine)
+
+with start() as pm:
+    own = [tensor.chunk(2)[rank] for tensor in (x, y)]
+    reference = Reference(model, make_optimizer=sgd)
+
+    def step():
+        pm.train_step(*own)
+
+    def same_steps():
+        for _ in range(2):
+            step()
+            reference.forward_backward(x, y, 2, 2)
+            reference.step()
+        assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+
+    same_steps()
+    pm.save_checkpoint("saved")
+    # Calls that are compared late.
+    pm.lr_scheduler.step(1.0)
+    pm.lr_scheduler.step(0.5 + rank)
+    refused(step, "step(0.5) and then train_step in train mode on rank 0, lr_scheduler.step(1.5) and then train_step")
+    pm.load_checkpoint("saved")
+    if rank == 0:
+        pm.lr_scheduler.step(1.0)
+        pm.zero_grad()
+    refused(step, "on rank 0, train_step in train mode on rank 1. Each rank has carried out all but its last call, so")
+    pm.load_checkpoint("saved")
+    same_steps()
+    # Calls in which ranks wait for each other.
+    for name, *arguments in (
+        ("save_checkpoint", "other"), ("load_checkpoint", "saved"), ("state_dict",), ("gradients",), ("stats",),
+        ("load_state_dict", model.state_dict()), ("data_sum", [1.0]), ("any_rank", True), ("broadcast_from_rank0", ""),
+    ):
+        call = functools.partial(getattr(pm, name), *arguments)
+        refused(step if rank else call, f"The ranks make different calls: {name}")
+        refused(call if rank else step, f"calls: train_step in train mode on rank 0, {name}")
+    refused(lambda: pm.save_checkpoint(f"of rank {rank}"), "save_checkpoint(of rank 1, keep=1) on rank 1. Nothing has")
+    refused(lambda: pm.save_checkpoint("other", {rank} if rank else 0), "extra cannot be saved: Object of type set")
+    pm.learning_rates() if rank else pm.loss_scale()  # wait for nobody
+    assert sorted(os.listdir()) == ["saved", "script.py"], os.listdir()
+    same_steps()
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_calls_and_recipes_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    assert_both_ranks_agree(run_on_two(tmp_path, DIFFERENT_CALLS))
+
+
 FOLDER = """
 import os
 from pathlib import Path

@@ -1,0 +1,80 @@
+"""Texts of what a launcher's ranks are given and must have alike: recipes, and arguments of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.runtime.optim.param_groups import options_of
+from autopar.runtime.optim.probe import nested
+from autopar.runtime.rank import Rank
+from autopar.runtime.spec import RankSpec
+
+IMPLEMENTATIONS = ("fused", "foreach", "capturable")  # options that ranks may choose by their own parameters
+
+
+def recipe_texts(spec: RankSpec) -> list[str]:
+    """Everything but the plan that the ranks must have alike before they are made, one text each."""
+    settings = {
+        "precision": spec.autocast or "of the weights",
+        "cuda_graph": spec.cuda_graph,
+        "transport": spec.transport,
+        **asdict(spec.settings),
+    }
+    recipe = {name: value for name, value in vars(spec.recipe).items() if value is not None}
+    return [f"{name} {value_text(value)}" for name, value in (recipe | settings).items()]
+
+
+def optimizer_texts(rank: Rank) -> list[str]:
+    """Optimizer, its options, scheduler and averages of a rank, one text each."""
+    optimizer, scheduler = rank.updater.optimizer, rank.updater.scheduler
+    texts = [] if optimizer is None else [f"optimizer {name_of_type(optimizer)}"]
+    for own in nested(optimizer) if optimizer is not None else ():
+        for number, group in enumerate(own.param_groups):
+            options = {name: value for name, value in options_of(group).items() if name not in IMPLEMENTATIONS}
+            texts += [f"{name} {value_text(value)} in parameter group {number}" for name, value in options.items()]
+    for what, thing in (("lr_scheduler", scheduler), ("ema", rank.ema and rank.ema.keeper)):
+        if thing is not None:
+            numbers = {name: value for name, value in vars(thing).items() if isinstance(value, int | float)}
+            texts += [f"{what} {name_of_type(thing)}"]
+            texts += [f"{name} {value_text(value)} of {what}" for name, value in sorted(numbers.items())]
+    return texts
+
+
+def call_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A call with its arguments."""
+    return f"{name}({', '.join([*map(value_text, args), *(f'{k}={value_text(v)}' for k, v in kwargs.items())])})"
+
+
+def value_text(value: Any) -> str:
+    """Text of a value that is the same in all processes: numbers and texts, names of functions, names of other types.
+
+    Floats have 12 digits, since processors may round the last ones differently. Reading a number on a GPU waits for it.
+    """
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta):
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if value is None or isinstance(value, bool | int | str | torch.dtype):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(value_text, value))})"
+    if isinstance(value, dict):
+        return call_text("dict", (), value)
+    if isinstance(value, partial):
+        return call_text("partial", (value.func, *value.args), value.keywords)
+    line = ""
+    if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+        line = f" of line {value.__code__.co_firstlineno}"
+    return f"{value.__module__}.{value.__qualname__}{line}" if hasattr(value, "__qualname__") else name_of_type(value)
+
+
+def name_of_type(value: Any) -> str:
+    """Name of a value's type, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
