@@ -28,6 +28,7 @@ from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
 from autopar.trace.lower import lower_model
+from autopar.trace.python_state import no_python_random
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ProgramCache:
         self.num_stages = len(plan.stages)
         microbatch = example.first(plan.microbatch_size)
         if graph is None or graph.batch != microbatch.batch:
-            graph = self.trace(microbatch, "train")
+            graph = self.trace_first(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
         self.storage = weight_layouts(plan, graph)
         check_strategies(plan, graph)
@@ -78,7 +79,7 @@ class ProgramCache:
         self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
         train = self.split(graph, self.train_stage_of)
         trained_on = weight_stages([(graph, train)])
-        evaluated = self.trace(microbatch, "eval")
+        evaluated = self.trace_first(microbatch, "eval")
         evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
         self.holders = weight_stages([(graph, train), (evaluated, evaluation)])
         self.example = graph
@@ -102,6 +103,11 @@ class ProgramCache:
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
         local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
         return with_recompute_segments(split(local, stage_of, self.num_stages), local, self.plan)
+
+    def trace_first(self, microbatch: Call, mode: Mode) -> Graph:
+        """As `trace`; also refuses draws from Python's generators, which later traces may share with other threads."""
+        with no_python_random(self.plan.model.name):
+            return self.trace(microbatch, mode)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
         """The model's graph, as the model and torch's settings were when this cache was made.
