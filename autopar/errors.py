@@ -80,6 +80,10 @@ class CaptureWarning(UserWarning):
     """A training step cannot be captured as a CUDA graph and runs without."""
 
 
+class FrozenNumberWarning(UserWarning):
+    """A model's forward changes a Python number at each call, of which its trace keeps one value."""
+
+
 class MeasuringWarning(UserWarning):
     """Something cannot be measured on this machine and is priced by the cost model."""
 

@@ -56,6 +56,9 @@ def parallelize(
 ) -> ParallelModel:
     """The model split over devices and ready to train; the passed model is copied from, never modified.
 
+    The passed model is traced again when inputs of a new shape come. Until ``close()`` it can be used, moved and given
+    other weights, but its modules, their attributes and ``requires_grad`` must stay; change a ``copy.deepcopy`` of it.
+
     In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
     srun, on one node or several, every process makes the same call and becomes one rank; all use rank 0's weights.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.api.batch import check_call
+from autopar.api.model_structure import assigned_attributes, changes, model_structure
 from autopar.api.plan_check import check_strategies, weight_layouts
 from autopar.api.recompute import with_recompute_segments
 from autopar.api.variants import MANY_VARIANTS, argument_names, warn_of_variants
@@ -26,6 +28,7 @@ from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
 from autopar.trace.lower import lower_model
+from autopar.trace.python_state import no_python_random
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Specialization:
 
 
 class ProgramCache:
-    """All specializations of one model that have been needed so far."""
+    """All specializations of one model that have been needed so far; threads may share it."""
+
+    tracing = threading.RLock()  # of all models: a trace changes modules and settings that threads share
 
     def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
         """Trace both modes at the planned microbatch shape and split them by the plan.
@@ -60,10 +65,12 @@ class ProgramCache:
         self.model, self.plan = model, plan
         self.modes = {module: module.training for module in model.modules()}
         self.settings, self.default_device = TorchSettings.current(), torch.get_default_device()
+        self.assigned: set[tuple[type, str]] = set()  # class and name of attributes that forwards set
+        self.structure = model_structure(model)
         self.num_stages = len(plan.stages)
         microbatch = example.first(plan.microbatch_size)
         if graph is None or graph.batch != microbatch.batch:
-            graph = self.trace(microbatch, "train")
+            graph = self.trace_first(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
         self.storage = weight_layouts(plan, graph)
         check_strategies(plan, graph)
@@ -72,7 +79,7 @@ class ProgramCache:
         self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
         train = self.split(graph, self.train_stage_of)
         trained_on = weight_stages([(graph, train)])
-        evaluated = self.trace(microbatch, "eval")
+        evaluated = self.trace_first(microbatch, "eval")
         evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
         self.holders = weight_stages([(graph, train), (evaluated, evaluation)])
         self.example = graph
@@ -97,18 +104,42 @@ class ProgramCache:
         local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
         return with_recompute_segments(split(local, stage_of, self.num_stages), local, self.plan)
 
+    def trace_first(self, microbatch: Call, mode: Mode) -> Graph:
+        """As `trace`; also refuses draws from Python's generators, which later traces may share with other threads."""
+        with no_python_random(self.plan.model.name):
+            return self.trace(microbatch, mode)
+
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
         """The model's graph, as the model and torch's settings were when this cache was made.
 
         Modules that were frozen then are frozen during the trace.
+
+        Raises:
+            UsageError: the model has changed since then.
+            TraceError: the model cannot be traced.
         """
-        now = {module: module.training for module in self.modes}
-        try:
-            set_modes(self.modes)
-            with self.settings.active(default_device=self.default_device):
+        active = self.settings.active(default_device=self.default_device)
+        with self.tracing, active, assigned_attributes(self.model) as assigned:
+            self.check_unchanged(microbatch)
+            now = {module: module.training for module in self.modes}
+            try:
+                set_modes(self.modes)
                 return lower_model(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
-        finally:
-            set_modes(now)
+            finally:
+                set_modes(now)
+                self.assigned |= assigned
+                self.structure = model_structure(self.model, self.assigned)
+
+    def check_unchanged(self, call: Call) -> None:
+        """Raise a UsageError if the model's structure has changed since its last trace."""
+        found = changes(self.structure, model_structure(self.model, self.assigned))
+        if found:
+            name = self.plan.model.name
+            raise UsageError(
+                f"{name} has changed since it was passed: {found}. autopar traces the model again for inputs of a new "
+                f"shape, here {shapes_text(call.leaves)}. Leave its modules as they are while the parallel model is "
+                f"open; change a copy.deepcopy of {name} instead."
+            )
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
         specialization = Specialization(next(self.numbers), graph, programs)
@@ -132,11 +163,14 @@ class ProgramCache:
         """The programs for a microbatch; traces the model if the shape is new.
 
         Raises:
-            UsageError: the model does not take this shape, or takes another path that needs other weights.
+            UsageError: the model does not take this shape, takes another path that needs other weights, or has changed.
         """
-        found = self.specializations.get((mode, input_signature(microbatch.leaves)))
-        if found is not None:
-            return found
+        with self.tracing:  # so that threads trace a shape once
+            found = self.specializations.get((mode, input_signature(microbatch.leaves)))
+            return found if found is not None else self.specialize_new(mode, microbatch)
+
+    def specialize_new(self, mode: Mode, microbatch: Call) -> Specialization:
+        """The programs for a microbatch of a new shape; errors as in `specialize`."""
         check_call(microbatch, self.example, self.plan.model.name)
         graph = self.trace_new_shape(microbatch, mode, "one microbatch")
         programs = self.split(graph, follow_plan(graph, self.train_stage_of, self.holders))
@@ -155,7 +189,7 @@ class ProgramCache:
         """The graph of a whole batch, which never runs: it shows what the model returns for the batch.
 
         Raises:
-            UsageError: the model does not take this batch in one call.
+            UsageError: the model does not take this batch in one call, or has changed.
         """
         found = self.specializations.get((mode, input_signature(call.leaves)))
         if found is not None:
@@ -166,7 +200,7 @@ class ProgramCache:
         """The model's graph at inputs of another shape; ``what`` says what they are.
 
         Raises:
-            UsageError: the model does not take this shape.
+            UsageError: the model does not take this shape, or has changed.
         """
         try:
             return self.trace(call, mode)

@@ -20,6 +20,7 @@ from autopar.ir.pytree import leaves, tree_map
 from autopar.trace.fake import as_on_cpu
 from autopar.trace.frames import frame_text, user_frame
 from autopar.trace.hooks import REMEDY, GradientWatch
+from autopar.trace.python_state import differing, numbers_of, set_numbers, warn_of_counters
 
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
@@ -62,20 +63,32 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
         model, args, kwargs = as_on_cpu(model, args, kwargs)
     training = {module: module.training for module in model.modules()}
     own_backward: set[str] = set()
-    hook = model.register_forward_hook(lambda _, __, output: own_backward.update(custom_functions(output)))
+    before, after = numbers_of(model), {}
+
+    def after_forward(module: nn.Module, _: Any, output: Any) -> None:
+        own_backward.update(custom_functions(output))
+        after.update(numbers_of(module))
+
+    hook = model.register_forward_hook(after_forward)
     said = io.StringIO()  # when torch refuses a model, it prints the graph traced so far
     try:
         if model.training != (mode == "train"):  # keeps submodules that a training model has in eval mode (frozen)
             model.train(mode == "train")
         with torch.enable_grad(), contextlib.redirect_stderr(said), GradientWatch() as seen:
             program = torch.export.export(model, args, kwargs, strict=False)
+            once = dict(after)
+            if changed := differing(before, once):  # a second forward tells counters from sizes that forwards keep
+                set_numbers(model, {key: once[key] for key in changed})
+                torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
     finally:
         hook.remove()
+        set_numbers(model, {key: before[key] for key in differing(before, numbers_of(model))})
         for module, flag in training.items():
             module.training = flag
     sys.stderr.write(said.getvalue())
+    warn_of_counters(type(model).__name__, before, once, [key for key in changed if key in differing(once, after)])
     if own_backward and mode == "train":
         raise TraceError(
             f"Cannot trace {type(model).__name__}: its autograd.Function {', '.join(sorted(own_backward))} has a "

@@ -19,6 +19,7 @@ from autopar.trace.export import ADVICE
 from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
 from autopar.trace.passes.precision import apply_precision, low_param_dtype
 from autopar.trace.passes.random_ops import use_counter_rng
+from autopar.trace.shared_memory import check_shared_memory
 from autopar.trace.trace import trace
 
 
@@ -37,12 +38,13 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
         precision: precision to compute in; by default the model's.
 
     Raises:
-        TraceError: the model cannot be traced.
+        TraceError: the model cannot be traced, or its weights share memory.
         UsageError: it cannot compute in this precision.
     """
     low = low_param_dtype(precision)
     traced, traced_call = (model, call) if low is None else in_low_dtype(model, call, low)
     graph = trace(traced, traced_call.args, traced_call.kwargs, mode, name)
+    check_shared_memory(model, graph)
     if low is not None:
         graph = with_masters(graph, {n: p.dtype for n, p in model.named_parameters()}, call.leaves)
     graph = apply_precision(graph, precision)

@@ -18,6 +18,7 @@ from autopar.trace.export import ADVICE, export
 from autopar.trace.fake import without_claim
 from autopar.trace.hooks import check_hooks
 from autopar.trace.masks import drop_trivial_masks
+from autopar.trace.python_state import check_constants
 
 __all__ = ["ADVICE", "check_hooks", "trace", "weight_tensors"]
 
@@ -51,7 +52,7 @@ def trace(
     kept = {op.name for op in ops}
     used = {r for op in ops for r in op.reads} | set(refs(outputs))
     groups = (tuple(n for n in names if n in kept) for names in converter.colocated())
-    return Graph(
+    graph = Graph(
         model=name or type(model).__name__,
         mode=mode,
         batch=next((v.shape[0] for v in placeholders.inputs if v.shape), 1),
@@ -65,6 +66,8 @@ def trace(
         colocated=tuple(g for g in groups if len(g) > 1),
         constants={k: constants[k] for k in weights if k in constants and weights[k].kind == "constant"},
     )
+    check_constants(graph)
+    return graph
 
 
 @dataclass(frozen=True)

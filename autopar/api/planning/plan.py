@@ -40,6 +40,7 @@ from autopar.trace.hooks import check_hooks
 from autopar.trace.lower import explain_uneven_inputs, lower_model
 from autopar.trace.passes.precision import model_precision
 from autopar.trace.passes.random_ops import RNG_COUNTERS
+from autopar.trace.python_state import no_python_random
 
 DEFAULT_BATCH = 64
 
@@ -129,7 +130,7 @@ def lower_example(request: PlanRequest, user_plan: Plan | None = None) -> Graph:
     Raises:
         TraceError: the model cannot be traced.
     """
-    with explain_uneven_inputs(request.model, request.call):
+    with explain_uneven_inputs(request.model, request.call), no_python_random(request.name):
         if user_plan is None:
             return request.graph(likely_microbatch_size(request.call.batch, request.devices, request.options))
         microbatch = request.call.first(user_plan.microbatch_size)
