@@ -73,6 +73,6 @@ def overlap(one: Tensor, two: Tensor) -> bool:
     distance, rest = divmod(two.data_ptr() - one.data_ptr(), one.element_size())
     if rest or one.element_size() != two.element_size():
         return True
-    used = torch.zeros(max(last_index(one), distance + last_index(two)) + 1, dtype=torch.bool)
+    used = torch.zeros(max(last_index(one), distance + last_index(two)) + 1, dtype=torch.bool, device="cpu")
     used.as_strided(one.shape, one.stride()).fill_(True)
     return bool(used.as_strided(two.shape, two.stride(), distance).any())
