@@ -312,7 +312,7 @@ class ParallelModel:
             merged = assembled(self._call("state"), self._spec.storage, self.plan.mesh)
         return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict of the unmodified model. Under torchrun all ranks call this, and load rank 0's tensors.
 
         Raises:
