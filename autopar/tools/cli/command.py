@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -68,8 +69,13 @@ def report(error: BaseException, message: str, exit_code: int, debug: bool) -> t
     """Print an error, with its traceback under ``--debug``, and return the exit with its code."""
     if debug:
         traceback.print_exception(error)
-    typer.echo(typer.style("error: ", fg=typer.colors.RED, bold=True) + message, err=True)
+    typer.echo(label("error", typer.colors.RED) + message, err=True)
     return typer.Exit(exit_code)
+
+
+def label(word: str, color: str) -> str:
+    """Begin of a message, in color unless NO_COLOR is set; see https://no-color.org."""
+    return f"{word}: " if os.environ.get("NO_COLOR") else typer.style(f"{word}: ", fg=color, bold=True)
 
 
 @contextmanager
@@ -81,7 +87,7 @@ def own_warnings_in_one_line() -> Iterator[None]:
         if category.__module__ != AutoparError.__module__:
             as_python_does(message, category, *where, **rest)
             return
-        typer.echo(typer.style("warning: ", fg=typer.colors.YELLOW, bold=True) + str(message), err=True)
+        typer.echo(label("warning", typer.colors.YELLOW) + str(message), err=True)
 
     warnings.showwarning = show
     try:

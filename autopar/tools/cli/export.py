@@ -28,6 +28,8 @@ def export(
     from autopar.train import last_of, save_weights
 
     check_writable(output)
+    if output.suffix != ".safetensors":  # by its name, timm would read another format
+        raise UsageError(f"-o {output} must end in .safetensors: that is the format of the file.")
     checkpoint = last_of(checkpoint)
     header = read_header(checkpoint)
     weights = read_weights(checkpoint, ema)

@@ -103,9 +103,7 @@ class OptimizerFlags:
     ] = None
     amp_dtype: Annotated[
         str | None,
-        Option(
-            help="Instead of --precision, by timm's names: float32, bfloat16 (bf16) or float16 (fp16).", metavar="DTYPE"
-        ),
+        Option(help="Instead of --precision, by timm's names: float32, bfloat16 or float16.", metavar="DTYPE"),
     ] = None
     grad_accum_steps: Annotated[
         int, Option(min=1, help="Compute the batch in N parts and accumulate their gradients.", metavar="N")
@@ -206,7 +204,7 @@ class ScheduleFlags:
 class RegularizationFlags:
     """Measures against overfitting."""
 
-    smoothing: Annotated[float, Option(min=0, max=1, help="Label smoothing.", metavar="X")] = 0.0
+    smoothing: Annotated[float, Option(min=0, max=0.999, help="Label smoothing.", metavar="X")] = 0.0
     mixup: Annotated[float, Option(min=0, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
     cutmix: Annotated[float, Option(min=0, help="Alpha of CutMix; 0 is off.", metavar="X")] = 0.0
     mixup_prob: Annotated[

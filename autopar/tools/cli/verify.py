@@ -29,7 +29,7 @@ def verify(
     from autopar.tools.report.verify_table import verify_parts
     from autopar.train import BEST, LAST
 
-    folders = [folder for folder in (checkpoint / LAST, checkpoint / BEST) if is_checkpoint(folder)]
+    folders = [folder for folder in (checkpoint / LAST, checkpoint / BEST) if folder.is_dir()]
     if is_checkpoint(checkpoint):
         folders = [checkpoint]
     elif not folders:

@@ -440,11 +440,16 @@ def test_a_folder_of_a_run_stands_for_its_last_checkpoint(tmp_path: Path, saved:
     assert export(str(tmp_path / "run"), "-o", str(file)) == f"{file}: 4 tensors of Sequential after 1 update\n"
 
 
+def test_exports_have_the_name_of_their_format(tmp_path: Path, saved: Path) -> None:
+    done = CliRunner().invoke(app, ["export", str(saved), "-o", str(tmp_path / "model.pth")])
+    assert done.exit_code == 2 and "must end in .safetensors" in done.stderr and not (tmp_path / "model.pth").exists()
+
+
 def test_export_of_nothing(tmp_path: Path, saved: Path) -> None:
     for arguments, message in [
-        ([str(tmp_path), "-o", str(tmp_path / "x")], "is not a checkpoint"),
-        ([str(saved), "-o", str(tmp_path / "x"), "--ema"], "has no averages of weights"),
-        ([str(saved), "-o", str(tmp_path / "no" / "x")], "Cannot write"),
+        ([str(tmp_path), "-o", str(tmp_path / "x.safetensors")], "is not a checkpoint"),
+        ([str(saved), "-o", str(tmp_path / "x.safetensors"), "--ema"], "has no averages of weights"),
+        ([str(saved), "-o", str(tmp_path / "no" / "x.safetensors")], "Cannot write"),
     ]:
         done = CliRunner().invoke(app, ["export", *arguments])
         assert (done.exit_code, message in done.output) == (2, True), done.output
@@ -490,7 +495,7 @@ def test_a_file_of_another_program_by_the_headers_name_is_no_checkpoint(saved: P
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 def test_exported_files_are_as_open_as_any_other(umask: int, mode: int, saved: Path, tmp_path: Path) -> None:
-    file, link = tmp_path / "new" / "model.safetensors", tmp_path / "new" / "link"
+    file, link = tmp_path / "new" / "model.safetensors", tmp_path / "new" / "link.safetensors"
     file.parent.mkdir()
     link.symlink_to(file)
     before = os.umask(umask)

@@ -283,6 +283,10 @@ def test_a_run_stands_for_its_checkpoints(
     code, table, _ = verify(Path("run"))
     assert code == 0 and [line.split()[0] for line in table.splitlines()] == ["run/last", "run/last/data-1", "run/best"]
     assert table.endswith("no hashes; sizes as saved")
+    (tmp_path / "run" / "last" / "checkpoint.json").unlink()
+    code, table, errors = verify(Path("run"))
+    assert code == 2 and "run/last is not a checkpoint: it has no checkpoint.json" in errors
+    assert [line.split()[-1] for line in table.splitlines()] == ["damaged", "saved", "saved", "saved"]
     (tmp_path / "empty").mkdir()
     for nothing, message in (("empty", "it has no checkpoint.json"), ("nowhere", "it does not exist")):
         code, table, errors = verify(Path(nothing))
