@@ -79,8 +79,10 @@ PRODUCTS = {"linear", "matmul", "mm", "mv"}
 # Operations of torch that have no rule, and no argument that names a dim, but compute each sample alone. Those that
 # compute each element alone are known by their tag, except for names that torch has as aliases.
 WITHIN_SAMPLES = {
-    "bilinear", "broadcast_tensors", "bucketize", "cdist", "channel_shuffle", "det", "fractional_max_pool2d",
-    "fractional_max_pool3d", "logdet", "max_unpool2d", "max_unpool3d", "pairwise_distance", "searchsorted", "stft",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "addmv", "affine_grid_generator", "bilinear",
+    "broadcast_tensors", "bucketize", "cdist", "channel_shuffle", "column_stack", "det", "dstack",
+    "fractional_max_pool2d", "fractional_max_pool3d", "hstack", "inner", "linear", "logdet", "max_unpool2d",
+    "max_unpool3d", "outer", "pairwise_distance", "searchsorted", "stft", "vander",
     "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "divide", "fix", "greater",
     "greater_equal", "imag", "isclose", "isfinite", "isreal", "less", "less_equal", "multiply", "negative", "not_equal",
     "real", "special_expit", "special_exp2", "special_erf", "special_log1p", "subtract",
