@@ -115,9 +115,8 @@ def test_a_baseline_that_fails_is_a_row() -> None:
     assert [len(result.rows) for result in kept] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), only([(signal.SIGINT, 130)], [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, code: int, tmp_path: Path) -> None:
     main = [sys.executable, "-c", "from autopar.tools.cli.app import main; main()"]
     command = [*main, "bench", *FLAGS, "--batch", "8", "--only", "ddp", "--steps", "1000000"]
@@ -148,6 +147,7 @@ def assignment(**changes: Any) -> BenchTask:
     return BenchTask(**given | changes)
 
 
+@pytest.mark.full
 def test_reasons_name_the_rank_and_the_cause() -> None:
     told = assignment(
         baseline="1f1b", model="convnext_atto", model_kwargs={}, settings={"microbatch_size": 1, "chunks": 1}

@@ -290,6 +290,7 @@ def test_tasks_hear_what_the_first_one_says_before_it_ends(tmp_path: Path) -> No
     assert [(run.returncode, run.stdout) for run in done] == [(0, "heard\n")] * 2, said(done)
 
 
+@pytest.mark.full
 def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
     done = srun(tmp_path, "raise", "2", "1")
     assert all(run.returncode for run in done), said(done)
