@@ -122,7 +122,7 @@ def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header
 def check_folder(folder: str | PathLike[str]) -> None:
     """Raise a UsageError if a folder to save to is an empty text."""
     if not os.fspath(folder):
-        raise UsageError('The folder to save to is "". Give a folder of its own; the current one is ".".')
+        raise UsageError('The folder to save to is "". Give a folder, such as "runs/last"; the current one is ".".')
 
 
 def check_keep(keep: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.ir.graph import dtype_name
+from autopar.runtime.optim.build import name_of
 
 MAX_LISTED = 3  # changes that an error lists
 ABSENT = (None, "absent")
@@ -89,11 +90,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def name_of(function: Any) -> str:
-    """Name of a function, or of an object's class."""
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def dotted(path: str, name: str) -> str:

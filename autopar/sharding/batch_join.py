@@ -262,15 +262,15 @@ class JoinAnalysis:
         if name.startswith(ACROSS_DIMS) or ("scatter" in name and any(join == SAME for join in read.values())):
             return unknown
         ranks = {len(self.whole.shapes[name]) for name, _ in splits}
-        others = set()
+        names_other_dims = False
         for argument, given in named_arguments(op).items():
             if argument.startswith(("dim", "axis", "axes")):
                 named = given if isinstance(given, tuple | list) else (given,)
                 if any(not isinstance(d, int) or d % rank == dim for d in named for rank in ranks):
                     return unknown
-                others.update(named)
+                names_other_dims |= bool(named)
         alone = torch.Tag.pointwise in operator(op.target).tags or not op.target.startswith("aten.")
-        if not (others or alone or name in WITHIN_SAMPLES):
+        if not (names_other_dims or alone or name in WITHIN_SAMPLES):
             return unknown
         grows = all(dim < len(value.shape) and value.shape[dim] == self.batch for value in op.outputs)
         return [Join("concatenate", Split(dim))] * len(op.outputs) if grows else unknown

@@ -96,9 +96,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.RReLU(), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 4))
     x, y = torch.randn(STEPS, 8, 8), torch.randint(0, 4, (STEPS, 8))
-    constraints: dict[str, Any] = {axis: 2, "microbatches": 2, "timeout": TIMEOUT_SECONDS}
-    if "checkpoint_timeout" in __import__("autopar.api.options").api.options.Options.__dataclass_fields__:
-        constraints["checkpoint_timeout"] = CHECKPOINT_SECONDS
+    constraints: dict[str, Any] = {axis: 2, "microbatches": 2}
+    constraints |= {"timeout": TIMEOUT_SECONDS, "checkpoint_timeout": CHECKPOINT_SECONDS}
     note("start")
     with autopar.parallelize(model, 2, x[0], loss_fn=fault.loss, optimizer=fault.optimizer, **constraints) as pm:
         losses: list[float] = []

@@ -92,7 +92,7 @@ def _certified(program: JointProgram, answer: Assignment, outcome: Outcome, name
     problem = program.problem
     objective = joint_seconds(problem, stage_loads(problem, answer))
     bound = min(max(outcome.bound * program.cuts.seconds, floor_seconds(program.cuts.problem)), objective)
-    gap = max(0.0, (objective - bound) / objective) if objective else 0.0  # the bound is rounded
+    gap = (objective - bound) / objective if objective else 0.0
     status = "optimal" if gap <= problem.gap + SOLVER_TOLERANCE else "time limit"
     return Joint(
         answer.strategy_index,

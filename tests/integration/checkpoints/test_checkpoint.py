@@ -255,7 +255,7 @@ class Swa(AveragedModel):
 
 
 class Counted:
-    """The mean of all weights so far, with a count of its own, an attribute that comes later, and an option."""
+    """Mean of all weights so far. Has a counter, an attribute that the first update sets, and an option."""
 
     def __init__(self, module: nn.Module, first: float = 1.0) -> None:
         self.module, self.n, self.first = copy.deepcopy(module), 0, first

@@ -202,7 +202,8 @@ class Run:
     def temporary_files(self) -> list[str]:
         """Names of temporary files that are left.
 
-        torchrun leaves a folder of its own; Python an empty file of eight letters, if it ends while it tries a folder.
+        Without folders that torchrun leaves, and without the empty file with a name of eight letters that Python leaves
+        if it is killed while it tests whether TMPDIR can be written to.
         """
         left = [path for path in self.temporary.iterdir() if not path.name.startswith("torchelastic_")]
         return [path.name for path in left if len(path.name) != 8 or path.stat().st_size]
