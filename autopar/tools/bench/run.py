@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 import autopar
 from autopar.api.options import Options
@@ -121,15 +122,20 @@ class Bench:
         self.rows: list[BenchRow] = []
         self.trace: dict[str, Any] | None = None
 
-    def make_plan(self, devices: int, **constraints: Any) -> Plan:
-        """A plan of the requested model, batch and memory format under some constraints."""
+    def example(self) -> tuple[nn.Module, torch.Tensor]:
+        """The requested model and batch on the meta device, in the requested memory format."""
         request = self.request
         model, images = request.source.build("meta"), torch.empty(request.shape, device="meta")
         if request.channels_last:
             model = model.to(memory_format=torch.channels_last)
             images = images.contiguous(memory_format=torch.channels_last)
+        return model, images
+
+    def make_plan(self, devices: int, **constraints: Any) -> Plan:
+        """A plan of the requested model, batch and memory format under some constraints."""
+        model, images = self.example()
         new_plan = plan(model, devices, images, **constraints)
-        info = replace(new_plan.model, name=request.source.name, kwargs=dict(request.source.kwargs))
+        info = replace(new_plan.model, name=self.request.source.name, kwargs=dict(self.request.source.kwargs))
         return replace(new_plan, model=info)
 
     def run(self) -> BenchOutput:
