@@ -13,6 +13,7 @@ from autopar import InfeasibleError, Plan
 from autopar.api.model_source import ModelSource
 from autopar.solve.space.constraints import memory_for
 from autopar.tools.bench.baselines.registry import BASELINES
+from autopar.tools.bench.by_kernel import bench_by_kernel
 from autopar.tools.bench.run import run_bench
 
 pytestmark = [
@@ -40,6 +41,24 @@ def test_baselines_agree_on_two_gpus() -> None:
     assert early_arrivals(done.trace) == []
     bounds = [row.of_bound for row in done.result.rows if row.of_bound is not None]
     assert len(bounds) == 3 and all(0 < share <= 1.02 for share in bounds)
+
+
+def test_kernels_of_a_captured_step_are_compared_with_prices() -> None:
+    shape, constraints = (64, 3, 224, 224), {"precision": "bf16-params", "hardware": "h200-nvlink"}
+    result = bench_by_kernel(
+        request(
+            source=ModelSource("vit_small_patch16_224"), shape=shape, classes=1000, devices=1, constraints=constraints,
+            compile=True, warmup=5, steps=10, microbatch_sizes=None, limit_seconds=300.0,
+        )
+    )  # fmt: skip
+    assert result.captured and len(result.step_seconds) == 10
+    assert sum(row.measured_seconds for row in result.kinds) == pytest.approx(result.measured_seconds)
+    assert 0.7 * result.measured_seconds < result.busy_seconds < 1.1 * result.measured_seconds
+    measured = {(row.kind, row.direction) for row in result.kinds if row.measured_seconds > 0}
+    both = {(kind, direction) for kind in ("matmul", "attention", "memory") for direction in ("forward", "backward")}
+    assert both | {("optimizer", "update")} <= measured
+    counts = [row.count for row in result.kernels]
+    assert all(count == int(count) for count in counts), "steps of one graph have the same kernels"
 
 
 # Model, images, what is asked of the plan. Below 5 GiB the allocator's pages can take more than plans leave free.

@@ -11,5 +11,8 @@ Files in reading order:
     outcome.py              runs the workers of one baseline
     run.py                  makes the plans, runs the baselines, collects the rows
     calibration.py          `--calibrate`: predicted against measured, for a plan of every mesh
+    by_kernel.py            `--by-kernel`: kernels of a step against the prices of its operations
+    kernel_trace.py, kernel_kinds.py, kernel_rows.py    profile of a step, kinds of kernels, their sums
+    priced_ops.py           prices by operation and shapes
     bubble.py, flops.py, parts.py, description.py
 """

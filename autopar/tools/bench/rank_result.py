@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.spec import RankStats
+from autopar.tools.bench.kernel_trace import ProfiledStep
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class RankResult:
         step_ns: host clock before and after each inspected step, with an idle device. On CPU these are the timed steps.
         steps: spans of each inspected step, from rank 0 of baselines that run a plan.
         tensor_bytes: peak bytes in tensors by rank, for baselines that count them.
+        profiled: kernels of each profiled step.
         failure: why there are no measurements.
     """
 
@@ -55,6 +57,7 @@ class RankResult:
     step_ns: tuple[tuple[int, int], ...] = ()
     steps: tuple[StepSpans, ...] = ()
     tensor_bytes: Mapping[int, int] = field(default_factory=dict)
+    profiled: tuple[ProfiledStep, ...] = ()
     failure: RankFailure | None = None
 
 

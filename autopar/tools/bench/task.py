@@ -31,6 +31,7 @@ class BenchTask:
         tp: ranks of a tensor-parallel group.
         run_settings: keyword arguments of `autopar.parallelize`.
         memory_bytes: memory of a GPU that a baseline with a plan may use; None for all of it.
+        profiled_steps: steps whose kernels are profiled on a GPU, after the others.
     """
 
     baseline: str
@@ -51,6 +52,7 @@ class BenchTask:
     tp: int = 1
     run_settings: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: int | None = None
+    profiled_steps: int = 0
 
     @property
     def batch(self) -> int:

@@ -30,6 +30,7 @@ from autopar.tools.bench.baselines.ddp_fsdp import ddp, fsdp2, plain
 from autopar.tools.bench.baselines.dtensor import tensor_parallel
 from autopar.tools.bench.baselines.pipelining import pipelined
 from autopar.tools.bench.baselines.registry import NotExpressible
+from autopar.tools.bench.kernel_trace import ProfiledStep, profile_steps
 from autopar.tools.bench.rank_result import RankResult, StepSpans, failed_result
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.bench.training import BaselineTrainer
@@ -97,6 +98,10 @@ def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
         seconds = [(step.end_ns - step.start_ns) / 1e9 for step in steps]
     peak = peak_bytes(worker.device, base_bytes)  # before the additional step that counts tensors
     tensor_bytes = dict(trainer.tensor_peaks()) if trainer.tensor_peaks is not None else {}
+    profiled: tuple[ProfiledStep, ...] = ()
+    if task.profiled_steps:
+        print_progress(f"{task.profiled_steps} profiled steps")
+        profiled = profile_steps(trainer.step, task.profiled_steps, worker.device)
     result = RankResult(
         seconds=tuple(seconds),
         losses=tuple(losses),
@@ -104,6 +109,7 @@ def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
         tensor_bytes=tensor_bytes,
         step_ns=tuple((step.start_ns, step.end_ns) for step in steps),
         steps=tuple(step.spans for step in steps if step.spans is not None),
+        profiled=profiled,
     )
     barrier()
     print_progress("closing")

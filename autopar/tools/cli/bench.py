@@ -81,6 +81,13 @@ class OutputFlags:
             "baselines. Adds to the file of -o.",
         ),
     ] = False
+    by_kernel: Annotated[
+        bool,
+        typer.Option(
+            "--by-kernel",
+            help="Compare the kernels of a step on one GPU with the prices of its operations; runs no other baselines.",
+        ),
+    ] = False
     trace: Annotated[
         Path | None,
         typer.Option(help="Write a measured step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE"),
@@ -91,11 +98,16 @@ class OutputFlags:
         from autopar.tools.cli.output import check_files
         from autopar.tools.report.figure import needed_figure
 
-        if self.calibrate:
+        if self.calibrate or self.by_kernel:
+            mode = "--calibrate" if self.calibrate else "--by-kernel"
             excluded = {"--only": flags.only, "--skip": flags.skip, "--microbatch-sizes": flags.microbatch_sizes}
-            for flag, value in {**excluded, "--trace": self.trace}.items():
+            excluded |= {"--trace": self.trace}
+            excluded |= {} if self.calibrate else {"--png": self.png}
+            for flag, value in excluded.items():
                 if value:
-                    raise UsageError(f"--calibrate runs plans alone: leave {flag} out.")
+                    raise UsageError(f"{mode} runs plans alone: leave {flag} out.")
+            if self.calibrate and self.by_kernel:
+                raise UsageError("--calibrate and --by-kernel are different measurements: leave one out.")
         only, skip = parse_names("--only", flags.only), parse_names("--skip", flags.skip)
         if self.trace is not None and ("autopar" in skip or (only and "autopar" not in only)):
             raise UsageError("--trace shows a step of the plan: let autopar take part.")
@@ -141,6 +153,8 @@ def bench(
     output_flags.check(bench_flags)
     if output_flags.calibrate:
         run_calibration(request, output_flags)
+    elif output_flags.by_kernel:
+        run_by_kernel(request, output_flags)
     else:
         run_baselines(request, output_flags)
 
@@ -253,6 +267,19 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
         )
     if outputs.png is not None:
         save_figure(figure_of(result), outputs.png)
+
+
+def run_by_kernel(request: BenchRequest, outputs: OutputFlags) -> None:
+    """Measure, save and show the kernels of one step and the prices of its operations."""
+    from autopar.tools.bench.by_kernel import bench_by_kernel
+    from autopar.tools.cli.output import show, write
+    from autopar.tools.report.by_kernel_table import by_kernel_parts
+
+    with ended_by_sigterm():
+        result = bench_by_kernel(request, lambda text: typer.echo(text, err=True))
+    if outputs.output is not None:
+        write(outputs.output, result.to_json())
+    show(by_kernel_parts(result))
 
 
 @contextmanager
