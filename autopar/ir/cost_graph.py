@@ -86,8 +86,9 @@ class ResidentTensor:
 
     Args:
         optimizer_seconds: the update, and other work that nothing hides, such as summing a gradient over shards.
-        reduce_seconds: gradient reduction over the replicas, which the last backward can hide; under ZeRO-1 also the
-            weight all-gather, which the first forward can hide.
+        reduce_seconds: gradient reduction over the replicas, which the last backward can hide.
+        gather_seconds: under ZeRO-1, all-gather of the updated weight, which the first forward can hide.
+        num_buckets: the weight's share of its gradient bucket; weights of one bucket sum to 1. 0 without replicas.
         contention_seconds: slowdown of compute by that communication even where it is hidden.
         gradient_bytes: main gradient, included in ``num_bytes``.
         wgrad_bytes: temporary weight gradient that a backward produces, in the compute dtype; 0 where the wgrad matmul
@@ -102,6 +103,8 @@ class ResidentTensor:
     numel: int = 0
     optimizer_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    num_buckets: float = 0.0
     contention_seconds: float = 0.0
     gradient_bytes: int = 0
     wgrad_bytes: int = 0

@@ -117,8 +117,8 @@ class Hardware:
             else the largest error among all numbers of the file.
         measured_error: the error band of plans whose operations were timed.
         reserve_bytes: device memory that libraries take for every rank, such as workspaces of matrix products.
-        replica_bytes_per_second: slowdown by overlapped communication of replicas (``[overlap]``): a second for so many
-            bytes that they reduce and gather.
+        replica_contention: slowdown of compute by a collective of replicas that overlaps with it (``[overlap]``):
+            seconds of each collective (its barriers and sums wait for multiprocessors) and of each byte.
         overlap_efficiency: hidden share of collectives that run on a side stream during the products of linear layers.
     """
 
@@ -143,7 +143,7 @@ class Hardware:
     dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     reserve_bytes: int = 0
-    replica_bytes_per_second: float = inf
+    replica_contention: Link = Link(0.0, inf)
     overlap_efficiency: float = 0.0
     execution_mode: ExecutionMode = ExecutionMode()
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
-from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, weight_cost
+from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_bytes, weight_cost
 from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.ops.overlap import with_exposed_collectives
-from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
+from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 
@@ -79,8 +79,12 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
         graph: the graph that was priced, for the weights' shapes.
         sharing: the new numbers of replicas and shards.
     """
+    buckets = bucket_bytes([graph.weight[w.name] for w in cost.weights], sharing)
     weights = tuple(
-        weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.has_fused_wgrad) for w in cost.weights
+        weight_cost(
+            graph.weight[w.name], w.groups, sharing, hardware, w.has_fused_wgrad, buckets.get(w.name, BUCKET_BYTES)
+        )
+        for w in cost.weights
     )
     return replace(cost, weights=weights)
 
@@ -153,10 +157,12 @@ def tensor_edges(
 def weight_costs(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[ResidentTensor]:
     """Cost of each weight with its gradient and optimizer state. Weights that no operation reads are left out."""
     reading = reading_groups(pricing.graph, group_of, loss=-1)
-    for weight in pricing.graph.weights:
-        groups = tuple(sorted(reading[weight.name] - {-1}))
-        if groups:
-            yield weight_cost(weight, groups, sharing, pricing.hardware, weight.name in pricing.fused_wgrad_weights)
+    read_by = {w.name: tuple(sorted(reading[w.name] - {-1})) for w in pricing.graph.weights}
+    weights = [weight for weight in pricing.graph.weights if read_by[weight.name]]
+    buckets = bucket_bytes(weights, sharing)
+    for weight in weights:
+        fused, bucket = weight.name in pricing.fused_wgrad_weights, buckets.get(weight.name, BUCKET_BYTES)
+        yield weight_cost(weight, read_by[weight.name], sharing, pricing.hardware, fused, bucket)
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[ResidentTensor, ...]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
+from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
 from autopar.ir.hardware import CollectiveKind, Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
@@ -32,8 +33,29 @@ class Sharing:
 UNSHARDED = Sharing()
 
 
+def is_trained(weight: Weight) -> bool:
+    """Whether a weight has a gradient and optimizer state."""
+    return weight.kind == "parameter" and weight.requires_grad
+
+
+def bucket_bytes(weights: Sequence[Weight], sharing: Sharing) -> Mapping[str, int]:
+    """Bytes of the gradient bucket of each weight that replicas reduce, by the weight's name.
+
+    Error: buckets of all weights together; a stage's own begin and end elsewhere.
+    """
+    if sharing.dp == 1:
+        return {}
+    groups = group_weights([w for w in weights if is_trained(w)], sharing.dp if sharing.zero1 else 1)
+    return {w.name: size for group in groups for size in [sum(w.stored_bytes for w in group)] for w in group}
+
+
 def weight_cost(
-    weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, fused_wgrad: bool = False
+    weight: Weight,
+    groups: tuple[int, ...],
+    sharing: Sharing,
+    hardware: Hardware,
+    fused_wgrad: bool = False,
+    bucket: int = BUCKET_BYTES,
 ) -> ResidentTensor:
     """Cost of a weight on one rank: value, main gradient and optimizer state, and what a step spends on them.
 
@@ -44,12 +66,12 @@ def weight_cost(
         weight: this rank's shard of it.
         groups: numbers of the groups that read it.
         fused_wgrad: whether the wgrad GEMM accumulates into the main gradient, so that there is no temporary gradient.
+        bucket: size of the weight's gradient bucket, byte.
     """
     layout = sharing.storage.get(weight.name, REPLICATED)
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
-    trained = weight.kind == "parameter" and weight.requires_grad
-    stored = weight.stored_bytes
-    traffic = replica_traffic_bytes(weight, sharing) if trained and sharing.dp > 1 else 0
+    trained, stored = is_trained(weight), weight.stored_bytes
+    exchange = replica_exchange(weight, sharing, hardware, bucket) if trained and sharing.dp > 1 else ReplicaExchange()
     return ResidentTensor(
         name=weight.name,
         num_bytes=(weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored)
@@ -57,8 +79,10 @@ def weight_cost(
         groups=groups,
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
-        reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
-        contention_seconds=traffic / hardware.replica_bytes_per_second,
+        reduce_seconds=exchange.reduce_seconds,
+        gather_seconds=exchange.gather_seconds,
+        num_buckets=exchange.num_buckets,
+        contention_seconds=exchange.contention_seconds,
         gradient_bytes=stored if trained else 0,
         wgrad_bytes=(weight.copy_bytes or stored) if trained and not fused_wgrad else 0,
         copy_bytes=weight.copy_bytes,
@@ -113,22 +137,35 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     return seconds
 
 
-def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> float:
-    """Seconds to all-reduce a gradient over the replicas.
+@dataclass(frozen=True)
+class ReplicaExchange:
+    """A weight's share of the collectives between replicas, once a step; fields as in `ResidentTensor`."""
 
-    Under ZeRO-1 a reduce-scatter of the gradient, and an all-gather of the updated weight (of its compute copy, if
-    there is one) during the next forward.
+    reduce_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    num_buckets: float = 0.0
+    contention_seconds: float = 0.0
+
+
+def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucket: int) -> ReplicaExchange:
+    """An all-reduce of the gradient; under ZeRO-1 a reduce-scatter of the gradient, and an all-gather of the updated
+    weight (of its compute copy, if there is one) during the next forward.
+
+    Args:
+        bucket: size of the gradient bucket, byte; each collective moves a whole bucket.
     """
-    ranks, stride = sharing.dp, sharing.tp
-    if not sharing.zero1:
-        return bucket_share_seconds("all-reduce", weight.stored_bytes, hardware, ranks, stride)
-    scatter = bucket_share_seconds("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
-    return scatter + bucket_share_seconds("all-gather", weight.num_bytes, hardware, ranks, stride)
-
-
-def replica_traffic_bytes(weight: Weight, sharing: Sharing) -> int:
-    """Bytes of a weight that collectives between replicas move: gradient and, under ZeRO-1, updated weight."""
-    return weight.stored_bytes + (weight.num_bytes if sharing.zero1 else weight.stored_bytes)
+    ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket
+    if sharing.zero1:
+        gathered = bucket * weight.num_bytes / weight.stored_bytes
+        moved, collectives = bucket + gathered, 2
+        reduce = hardware.collective_seconds("reduce-scatter", bucket, ranks, stride)
+        gather = hardware.collective_seconds("all-gather", gathered, ranks, stride)
+    else:
+        moved, collectives, gather = 2 * bucket, 1, 0.0
+        reduce = hardware.collective_seconds("all-reduce", bucket, ranks, stride)
+    contention = hardware.replica_contention
+    contended = collectives * contention.latency_seconds + moved / contention.bytes_per_second
+    return ReplicaExchange(share * reduce, share * gather, share, share * contended)
 
 
 def bucket_share_seconds(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from os import PathLike
 from pathlib import Path
@@ -30,6 +30,9 @@ from autopar.ir.hardware import (
 )
 
 Value = TypeVar("Value")
+# Contention of overlapped replica collectives on GPUs whose file has no measurement: unknown, which is not free.
+# Measured with ViT-B, ViT-L and ViT-giant over dp 2 and ZeRO-1 on 2 x NVIDIA H100, torch 2.11 (docs/benchmarks.md).
+ASSUMED_REPLICA_CONTENTION, ASSUMED_CONTENTION_ERROR = Link(86e-6, 6.2e12), 0.5
 RENAMED_TABLES = {"beside": "overlap"}  # earlier name -> present name
 
 
@@ -100,7 +103,11 @@ def read_hardware(file: Table) -> Hardware:
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
     collective = None if alone and "collective" not in file.data else file.table("collective")
     bands = read_whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
-    overlap = read_whole(read_overlap, file.table("overlap")) if "overlap" in file.data else {}
+    overlap = read_whole(read_overlap, file.table("overlap")) if "overlap" in file.data else Overlap()
+    contention = overlap.replica_contention
+    if contention is None and device_type == "cuda" and not alone:
+        contention = ASSUMED_REPLICA_CONTENTION
+        file.errors.append(ASSUMED_CONTENTION_ERROR)
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -128,8 +135,8 @@ def read_hardware(file: Table) -> Hardware:
             for dtype in DTYPES
             if dtype in table.data
         },
-        replica_bytes_per_second=overlap.get("replicas", inf),
-        overlap_efficiency=overlap.get("layers", 0.0),
+        replica_contention=contention or Link(0.0, inf),
+        overlap_efficiency=overlap.efficiency,
         reserve_bytes=read_whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
         error=0.0,
@@ -184,15 +191,28 @@ def read_reserve(table: Table) -> int:
     return int(table.number("memory", "bytes"))
 
 
-def read_overlap(table: Table) -> Mapping[str, float]:
+@dataclass(frozen=True)
+class Overlap:
+    """Costs of overlapped communication, as in ``[overlap]``; None and 0 where the file has none."""
+
+    replica_contention: Link | None = None
+    efficiency: float = 0.0
+
+
+def read_overlap(table: Table) -> Overlap:
     """Costs of overlapped communication.
 
-    ``replicas``: bytes of gradients and weights that replicas exchange during compute while a step gets a second
-    longer. ``layers``: share that is hidden of the collectives that the GEMMs of linear layers are long enough to hide.
+    ``replica_latency`` and ``replica_bandwidth``: time by which each collective of replicas, and each of its bytes,
+    makes compute longer that it overlaps with. ``layers``: share that is hidden of the collectives that the GEMMs of
+    linear layers are long enough to hide.
     """
-    units = {"replicas": "bytes per second", "layers": "share"}
-    named = [name for name in units if name in table.data] or ["replicas"]  # an empty table lacks the first
-    return {name: table.number(name, units[name]) for name in named}
+    if "replicas" in table.data:
+        raise table.fail("replicas", "is of an earlier format: write replica_latency and replica_bandwidth, or none.")
+    contention = None
+    if "layers" not in table.data or table.data.keys() & {"replica_latency", "replica_bandwidth"}:
+        latency = table.number("replica_latency", "seconds", zero=True)
+        contention = Link(latency, table.number("replica_bandwidth", "bytes per second"))
+    return Overlap(contention, table.number("layers", "share") if "layers" in table.data else 0.0)
 
 
 def read_link(table: Table) -> Link:

@@ -108,7 +108,7 @@ def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardwa
         stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in charged}
         here = replace(sharing, storage=stored)
         weight_costs = [sharded_weight_cost(graph.weight[name], (0,), here, hardware) for name in stored]
-        seconds = sum(h.optimizer_seconds + h.reduce_seconds for h in weight_costs)
+        seconds = sum(h.optimizer_seconds + h.reduce_seconds + h.gather_seconds for h in weight_costs)
         return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in weight_costs))
 
     groups = []

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
+from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.buffers import buffer_bytes
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
-
-GRADIENT_BYTES = 4  # per element
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class StageCost:
     Compute with its collectives, transfers and ``saved_bytes`` are per microbatch; optimizer and reduction are per
     step. ``weight_bytes`` includes optimizer state and gradients, except for gradients that the step's only backward
     allocates: these are in ``transient_bytes``. ``buffer_bytes`` are a step's inputs and symmetric buffers.
-    ``num_reduced`` counts the gradient elements that replicas reduce.
+    ``num_buckets`` counts the gradient buckets that replicas reduce.
     """
 
     forward_seconds: float
@@ -31,8 +29,9 @@ class StageCost:
     transfer_seconds: float
     optimizer_seconds: float
     reduce_seconds: float
+    gather_seconds: float
     contention_seconds: float
-    num_reduced: int
+    num_buckets: float
     weight_bytes: int
     saved_bytes: int
     received_bytes: int
@@ -55,7 +54,7 @@ class StageCost:
     @property
     def update_seconds(self) -> float:
         """Optimizer and the whole reduction of gradients, once a step."""
-        return self.optimizer_seconds + self.reduce_seconds
+        return self.optimizer_seconds + self.reduce_seconds + self.gather_seconds
 
     @property
     def held_bytes(self) -> int:
@@ -91,20 +90,25 @@ class RankCost:
 
     @property
     def exposed_seconds(self) -> float:
-        """Exposed gradient-reduction time: the part that the last backward does not hide, at least one bucket.
+        """Exposed time of the exchange between replicas, with the slowdown that the overlapped part causes in compute.
 
-        Under ZeRO-1 it includes the exposed all-gather of weights. Adds the slowdown that overlapped communication
-        causes in compute.
+        The gradients' reduction hides under the last backward, and under ZeRO-1 the weights' all-gather under the next
+        forward. At least one bucket of each is exposed: the last one reduced and the first one gathered.
 
-        Error: the all-gather is compared with the backward, which is longer than the forward that hides it. Ranks
-        before the last one also wait for other ranks' backwards, which hide more of their reduction; not counted.
+        Error: ranks before the last one also wait for other ranks' backwards, which hide more of their reduction; not
+            counted.
         """
-        reduce_seconds, backward_seconds = (
-            sum(getattr(c, name) for c in self.stages) for name in ("reduce_seconds", "backward_seconds")
+        buckets = max(1.0, self.total("num_buckets"))
+        reduce_seconds, gather_seconds = self.total("reduce_seconds"), self.total("gather_seconds")
+        return (
+            max(reduce_seconds - self.total("backward_seconds"), reduce_seconds / buckets)
+            + max(gather_seconds - self.total("forward_seconds"), gather_seconds / buckets)
+            + self.total("contention_seconds")
         )
-        buckets = max(1, round(sum(c.num_reduced for c in self.stages) * GRADIENT_BYTES / BUCKET_BYTES))
-        drag = sum(c.contention_seconds for c in self.stages)
-        return max(reduce_seconds - backward_seconds, reduce_seconds / buckets) + drag
+
+    def total(self, name: str) -> float:
+        """Sum of a field over the rank's stages."""
+        return sum(getattr(c, name) for c in self.stages)
 
 
 def one_way_seconds(num_bytes: int, link: Link) -> float:
@@ -209,7 +213,6 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
         saver = stage_of[flow.saved_by[0]] if flow.saved_by else problem.stages
         for s in range(stage_of[flow.producer], max(stage_of[c] for c in flow.consumers)):
             sent[s] += flow.num_bytes * (s < saver)
-    reduced = [sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp for s in stages]
     buffers = buffer_bytes(problem, stage_of)
     return tuple(
         StageCost(
@@ -223,8 +226,9 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
             reduce_seconds=sum(w.reduce_seconds for w in held[s]),
+            gather_seconds=sum(w.gather_seconds for w in held[s]),
             contention_seconds=sum(w.contention_seconds for w in held[s]),
-            num_reduced=reduced[s],
+            num_buckets=sum(w.num_buckets for w in held[s]),
             weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
             received_bytes=problem.kept_received * forward[s - 1] if s else 0,

@@ -281,4 +281,4 @@ def update_seconds(weight: ResidentTensor) -> float:
     Error: high by the part of the reduction that the last backward hides, which only a simulated step knows. Last
     backwards are about equally long on all stages, so the comparison of stages is not affected.
     """
-    return weight.optimizer_seconds + weight.reduce_seconds
+    return weight.optimizer_seconds + weight.reduce_seconds + weight.gather_seconds

@@ -170,7 +170,8 @@ def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
     """A lower bound of the step once the point is priced: even shares of compute, update and memory traffic."""
     groups, weights = priced.cost.groups, priced.cost.weights
     reduction = sum(w.reduce_seconds for w in weights) - sum(g.backward_seconds for g in groups)
-    update = sum(w.optimizer_seconds for w in weights) + max(0.0, reduction)
+    gather = sum(w.gather_seconds for w in weights) - sum(g.forward_seconds for g in groups)
+    update = sum(w.optimizer_seconds + w.contention_seconds for w in weights) + max(0.0, reduction) + max(0.0, gather)
     largest = max(g.seconds for g in groups)
     return pipeline_floor(setting, point, priced.seconds, largest) + update / point.mesh.pp
 

@@ -16,6 +16,7 @@ from autopar.api.planning.plan import example_call
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
+from autopar.ir.hardware import Link
 from autopar.ir.plan import Plan
 from autopar.trace.trace import trace
 
@@ -115,11 +116,20 @@ def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> Non
     assert max(s.optimizer_seconds for s in plan.stages) <= plan.prediction.optimizer_seconds
 
 
-def test_what_replicas_exchange_drags_a_step() -> None:
-    """Beside compute it is hidden, and costs time by its bytes nevertheless."""
+def test_overlapped_collectives_of_replicas_slow_compute_down() -> None:
+    """By their number and by their bytes, whatever the number of replicas."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     graph = trace(model.to("meta"), (torch.empty(32, 64, device="meta"),), {}, "train", "mlp")
-    machine = replace(load_hardware("h200-nvlink"), replica_bytes_per_second=1e9)
-    for replicas, zero1, num_bytes in ((1, False, 0), (2, True, 8), (4, True, 8), (4, False, 8)):
-        for weight in PlanCosts(graph, machine).unsharded(replicas, zero1, 8).cost.weights:
-            assert weight.contention_seconds == pytest.approx(num_bytes * weight.numel / 1e9)
+    machine = replace(load_hardware("h200-nvlink"), replica_contention=Link(1e-4, 1e9))
+    total = sum(weight.numel for weight in graph.weights)
+    for replicas, zero1, num_bytes, collectives in (
+        (1, False, 0, 0),
+        (2, True, 8, 2),
+        (4, True, 8, 2),
+        (4, False, 8, 1),
+    ):
+        weights = PlanCosts(graph, machine).unsharded(replicas, zero1, 8).cost.weights
+        assert sum(w.num_buckets for w in weights) == pytest.approx(replicas > 1)
+        for weight in weights:
+            seconds = num_bytes * weight.numel / 1e9 + collectives * 1e-4 * weight.numel / total
+            assert weight.contention_seconds == pytest.approx(seconds)

@@ -293,13 +293,14 @@ def test_a_converted_weight_still_makes_an_anchor_and_a_conversion_sits_with_its
 
 
 BUCKET = 25 * 2**20
-# (sharing, layout of fc1.weight) -> (bytes, reduce seconds, optimizer seconds) of a weight of 32 elements
+# (sharing, layout of fc1.weight) -> (bytes, reduce and gather seconds, optimizer seconds) of a weight of 32 elements,
+# half of a gradient bucket of 256 bytes
 SHARES = {
     "alone": (Sharing(), (128 + 128 + 256, 0.0, 1024e-9)),
-    "two replicas": (Sharing(dp=2), (512, 128e-6 + 1e-3 * 128 / BUCKET, 1024e-9)),
+    "two replicas": (Sharing(dp=2), (512, (1e-3 + 256e-6) / 2, 1024e-9)),
     "ZeRO-1": (
         Sharing(dp=2, zero1=True),
-        (128 + 128 + 128, 2 * (64e-6 + 1e-3 * 128 / BUCKET), 512e-9),
+        (128 + 128 + 128, 2 * (1e-3 + 128e-6) / 2, 512e-9),
     ),
     "summed over shards": (
         Sharing(tp=2, storage={"fc1.weight": broadcast_layout()}),
@@ -313,7 +314,8 @@ def test_what_a_weight_costs_the_ranks_that_share_it(case: str):
     sharing, (num_bytes, reduce_seconds, optimizer_seconds) = SHARES[case]
     holding = price(MLP, graph_stats(MLP), MACHINE, 2, sharing).weights[0]
     assert holding.num_bytes == num_bytes
-    assert holding.reduce_seconds == pytest.approx(reduce_seconds)
+    assert holding.reduce_seconds + holding.gather_seconds == pytest.approx(reduce_seconds)
+    assert (holding.gather_seconds > 0) == sharing.zero1 and holding.num_buckets == (sharing.dp > 1) / 2
     assert holding.optimizer_seconds == pytest.approx(optimizer_seconds)
 
 
@@ -327,5 +329,5 @@ def test_weights_alone_depend_on_the_replicas(case: str):
 def test_replicas_on_other_nodes_communicate_over_the_network():
     machine = replace(MACHINE, network=Link(1e-2, 1e5))
     near, far = (price(MLP, graph_stats(MLP), machine, 2, Sharing(tp=tp, dp=2)).weights[0] for tp in (2, 4))
-    assert near.reduce_seconds == pytest.approx(128e-6 + 1e-3 * 128 / BUCKET)
-    assert far.reduce_seconds == pytest.approx(1280e-6 + 1e-2 * 128 / BUCKET)
+    assert near.reduce_seconds == pytest.approx((1e-3 + 256e-6) / 2)
+    assert far.reduce_seconds == pytest.approx((1e-2 + 2560e-6) / 2)

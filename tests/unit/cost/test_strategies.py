@@ -384,8 +384,8 @@ def test_replicas_change_what_weights_cost(zero1: bool):
         split.local, graph_stats(split.local), FAST, BATCH, replace(sharing, storage=split.storage), vit.whole.groups
     ).weights
     assert sum(c.step_seconds for c in chosen) == pytest.approx(
-        sum(w.optimizer_seconds + w.reduce_seconds for w in priced)
-    )
+        sum(w.optimizer_seconds + w.reduce_seconds + w.gather_seconds for w in priced), rel=2e-2
+    )  # by buckets of `BUCKET_BYTES`
     assert sum(c.weight_bytes for c in chosen) == sum(w.num_bytes for w in priced)
     assert [c.seconds for c in chosen] == [c.seconds for c in split.choices]
 

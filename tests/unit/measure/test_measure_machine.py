@@ -217,11 +217,11 @@ def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[MeasuredP
     before, constants = load_hardware(path), fit(points, SETTING)
     assert before.overlap_efficiency == 0.11
     kept = preserved_sections(path, "cuda").without({c.path for c in constants})
-    assert set(kept.tables["overlap"]) == {"replicas"}
+    assert set(kept.tables["overlap"]) == {"replica_latency", "replica_bandwidth"}
     path.write_text(cost_model_text("toy", RawMeasurements(SETTING, points), constants, date(2026, 11, 22), kept))
     after = load_hardware(path)
     assert after.overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
-    assert after.replica_bytes_per_second == before.replica_bytes_per_second
+    assert after.replica_contention == before.replica_contention
 
 
 def test_layer_norms_leave_the_bandwidth_as_it_is(points: tuple[MeasuredPoint, ...]) -> None:
@@ -399,7 +399,8 @@ latency = { value = 35, unit = "us", error = 0.5, date = 2026-11-20, source = "a
 memory = { value = 38, unit = "MB", error = 0.4, date = 2026-11-21, source = "measured: peaks" }
 
 [beside]  # the earlier name of [overlap]
-replicas = { value = 276, unit = "GB/s", error = 0.2, date = 2026-11-21, source = "measured: steps" }
+replica_latency = { value = 86, unit = "us", error = 0.3, date = 2026-11-21, source = "measured: steps" }
+replica_bandwidth = { value = 6200, unit = "GB/s", error = 0.5, date = 2026-11-21, source = "measured: steps" }
 layers = { value = 57, unit = "%", error = 0.2, date = 2026-11-23, source = "measured: a step" }
 
 [calibration]
@@ -413,14 +414,17 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     path.write_text(shipped.replace('"loopback"', '"my wire"') + CARRIED)
     before = load_hardware(path)
     code, out = run("-o", "m.toml", "--anyway")
-    assert code == 0 and "kept as they were: [reserve] memory, [overlap] replicas and layers" in out
+    assert (
+        code == 0
+        and "kept as they were: [reserve] memory, [overlap] replica_latency, replica_bandwidth and layers" in out
+    )
     assert "[overlap]" in path.read_text() and "[beside]" not in path.read_text()
     after = load_hardware(path)
     assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
     assert (after.network, after.error) == (before.network, 0.07)
-    assert (after.reserve_bytes, after.replica_bytes_per_second, after.overlap_efficiency) == (
+    assert (after.reserve_bytes, after.replica_contention, after.overlap_efficiency) == (
         38_000_000,
-        276e9,
+        Link(86 * 1e-6, 6200e9),
         57 * 1e-2,
     )
     assert after.device != before.device and tomllib.loads(path.read_text())["raw"]["devices"] == 2

@@ -59,21 +59,28 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("backward", "reduce", "mebibytes", "drag", "exposed"),
+    ("forward", "backward", "reduce", "gather", "buckets", "contention", "exposed"),
     [
-        (50, 40, 100, 0, 10),
-        (50, 40, 10, 0, 40),
-        (30, 40, 200, 0, 10),
-        (30, 40, 100, 0, 10),
-        (10, 40, 1000, 0, 30),
-        (10, 0, 100, 0, 0),
-        (50, 40, 100, 68, 78),
+        (0, 50, 40, 0, 4, 0, 10),
+        (0, 50, 40, 0, 0.4, 0, 40),
+        (0, 30, 40, 0, 8, 0, 10),
+        (0, 10, 40, 0, 40, 0, 30),
+        (0, 10, 0, 0, 4, 0, 0),
+        (0, 50, 40, 0, 4, 68, 78),
+        (20, 50, 40, 20, 4, 0, 15),  # each collective has a window of its own
+        (10, 50, 60, 20, 10, 0, 20),
+        (10, 100, 40, 20, 20, 0, 12),  # a long backward does not hide the all-gather
     ],
 )
-def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket_and_what_it_drags(
-    backward: float, reduce: float, mebibytes: int, drag: float, exposed: float
+def test_an_exchange_hides_under_the_last_backward_and_the_next_forward_but_for_a_bucket(
+    forward: float, backward: float, reduce: float, gather: float, buckets: float, contention: float, exposed: float
 ) -> None:
-    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, 0.0, reduce, drag, mebibytes * 2**18, 0, 0, 0, 0, 1)
+    stage = StageCost(
+        forward_seconds=forward, backward_seconds=backward, collective_seconds=0.0, load_seconds=0.0,
+        transfer_seconds=0.0, optimizer_seconds=0.0, reduce_seconds=reduce, gather_seconds=gather,
+        contention_seconds=contention, num_buckets=buckets, weight_bytes=0, saved_bytes=0, received_bytes=0,
+        transient_bytes=0, in_flight=1,
+    )  # fmt: skip
     assert RankCost((stage,)).exposed_seconds == exposed
 
 

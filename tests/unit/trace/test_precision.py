@@ -23,6 +23,7 @@ from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_share_s
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import UsageError
+from autopar.ir.cost_graph import BUCKET_BYTES
 from autopar.ir.graph import Graph
 from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine
@@ -414,9 +415,9 @@ def test_prices_of_mixed_precision() -> None:
     ]
     numel = 192 * 768
     scatter, gather = (bucket_share_seconds(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
-    assert [h.reduce_seconds for h in shared] == pytest.approx(
-        [scatter + gather, scatter + gather / 2]
-    )  # copies travel
+    assert [h.reduce_seconds for h in shared] == pytest.approx([scatter, scatter])
+    latency = hardware.collective_seconds("all-gather", 0, 4) * 4 * numel / BUCKET_BYTES
+    assert [h.gather_seconds for h in shared] == pytest.approx([gather, (gather + latency) / 2])  # copies travel
     assert [h.optimizer_seconds * 4 for h in shared] == pytest.approx([h.optimizer_seconds for h in (full, mixed)])
     costs = [price(graph, graph_stats(graph), hardware, 256) for graph in graphs]
     seconds = [sum(g.forward_seconds + g.backward_seconds for g in cost.groups) for cost in costs]
