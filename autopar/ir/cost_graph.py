@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 # Gradients are reduced in buckets of this size, each as soon as its backward has run. The size is the default of
 # PyTorch's DistributedDataParallel: large enough for full bandwidth, small enough to start early.
@@ -122,7 +124,8 @@ class CostGraph:
     """A directed acyclic graph of groups, numbered so that every edge leads from a lower to a higher number.
 
     The last group is the loss: it has no operations, reads the model's outputs and belongs to the last stage.
-    ``colocated`` lists groups that update the same state and must share a stage.
+    ``colocated`` lists groups that update the same state and must share a stage. ``derived`` keeps what a solver has
+    computed from this graph alone, by a key.
     """
 
     model: str
@@ -132,6 +135,7 @@ class CostGraph:
     weights: tuple[ResidentTensor, ...] = ()
     saved: tuple[ResidentTensor, ...] = ()
     colocated: tuple[tuple[int, ...], ...] = ()
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         n = len(self.groups)

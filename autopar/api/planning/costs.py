@@ -78,11 +78,16 @@ class PlanCosts:
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         """Costs of the model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return self.unsharded(dp, zero1, size) if memory_level == 0 else None
+            return (
+                self.memoized(("unsharded", dp, zero1, size), self.unsharded, dp, zero1, size)
+                if not memory_level
+                else None
+            )
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        return self.priced_strategies(found.strategy_index, tp, dp, zero1, size)
+        of = found.strategy_index, tp, dp, zero1, size
+        return self.memoized(("strategies", *of), self.priced_strategies, *of)
 
     def bound_seconds(self, tp: int, size: int) -> float:
         """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""

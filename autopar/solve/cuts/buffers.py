@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.comm_sizes import message_bytes
+from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import CutProblem
 
 
@@ -36,7 +37,7 @@ def incoming_bytes(problem: CutProblem, stage_of: Sequence[int]) -> list[int]:
     incoming = [0] * problem.stages
     if not problem.places:
         return incoming
-    for flow in problem.cost.edges:
+    for flow in leaving_edges(problem, stage_of):
         src, size = stage_of[flow.producer], problem.places * message_bytes(flow.num_bytes)
         for dst in {stage_of[c] for c in flow.consumers}:
             if (dst - src) % problem.pp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.hardware import Link
-from autopar.solve.cuts.evaluate import fullest_bytes, objective_seconds, one_way_seconds, stage_costs
-from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
-
-Matrix = NDArray[np.float64]
+from autopar.solve.cuts.evaluate import load_matrix, objective_seconds, one_way_seconds, peak_bytes, stage_costs
+from autopar.solve.cuts.intervals import Intervals, Matrix, interval_sums, intervals_of
+from autopar.solve.cuts.problem import CutProblem, objective_of, update_seconds
 
 # Points of the frontier between slowest stage and total time that are looked at, and their stages together: with few
 # microbatches on many stages there are hundreds. ViT-L/16 on 8 stages has 3 points.
 MAX_FRONTIER, MAX_FRONTIER_STAGES = 64, 512
+# Times that the capacity is lowered by the excess of cuts that do not fit after all.
+MAX_LOWERED = 4
 
 
 @dataclass(frozen=True)
@@ -28,99 +29,31 @@ class StageTimes:
     added_seconds: Matrix
 
 
-def interval_sums(
-    size: int, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None
-) -> Matrix:
-    """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
-
-    Args:
-        behind: for each amount, a group that must lie before i; it lies before the amount's own groups.
-    """
-    corners = np.zeros((size + 2, size + 2))
-    for number, (amount, groups) in enumerate(amounts):
-        previous = -1 if before is None else before[number]
-        for group in sorted(groups):
-            # Counted by the first of its groups in the interval: previous < i <= group < j.
-            corners[previous + 1, group + 1] += amount
-            corners[group + 1, group + 1] -= amount
-            previous = group
-    return corners.cumsum(axis=0).cumsum(axis=1)[: size + 1, : size + 1]
-
-
 @dataclass(frozen=True)
-class Intervals:
-    """Cost of every stage if it ran any interval of the groups: element [j, i] is about the groups i … j − 1.
+class StageIntervals:
+    """Every interval of the groups as each stage of a problem: element [j, i] is about the groups i … j − 1.
 
-    The best way to reach j is sought along a row, which takes half as long as along a column. Matrices are made when
-    asked for, one stage at a time, and kept where many stages share them: with 400 groups and 256 stages all of them
-    together would take 1 GiB.
+    The best way to reach j is sought along a row, which takes half as long as along a column. Matrices are made one
+    stage at a time, and kept where many stages share them: with 400 groups and 256 stages all of them together would
+    take 1 GiB.
     """
 
     problem: CutProblem
+    costs: Intervals
     _times: dict[tuple[Link | None, int], StageTimes]
 
-    @property
-    def size(self) -> int:
-        return len(self.problem.cost.groups)
-
-    def sums(self, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None) -> Matrix:
-        return np.ascontiguousarray(interval_sums(self.size, amounts, before).T)
+    @cached_property
+    def held_bytes(self) -> Matrix:
+        """Bytes that each microbatch in flight holds."""
+        return self.costs.saved_bytes + self.costs.received_bytes[None, :] + self.costs.sent_bytes[:, None]
 
     @cached_property
-    def crossing(self) -> tuple[Matrix, Matrix]:
-        """Bytes that cross a cut before group j, forward and backward."""
-        forward, backward = np.zeros(self.size + 1), np.zeros(self.size + 1)
-        for flow in self.problem.cost.edges:
-            crossed = slice(flow.producer + 1, max(flow.consumers) + 1)
-            forward[crossed] += flow.num_bytes
-            backward[crossed] += flow.num_bytes * flow.requires_grad
-        return forward, backward
-
-    @cached_property
-    def sent(self) -> NDArray[np.float64]:
-        """Bytes that cross a cut before group j forward and that no group before j saves."""
-        sent = np.zeros(self.size + 1)
-        for flow in self.problem.cost.edges:
-            sent[flow.producer + 1 : min(max(flow.consumers), *flow.saved_by[:1], self.size) + 1] += flow.num_bytes
-        return sent
-
-    @cached_property
-    def load(self) -> Matrix:
-        loads = group_loads(self.problem.cost, self.problem.balance)
-        return self.sums((x, (g,)) for g, x in enumerate(loads))
-
-    @cached_property
-    def per_microbatch(self) -> Matrix:
-        """Bytes that each microbatch in flight keeps: what is saved for the backward, was received and was sent, each
-        tensor once."""
-        flows = [flow for flow in self.problem.cost.edges if flow.saved_by]
-        later = ((flow.num_bytes, [g for g in flow.saved_by if g > flow.producer]) for flow in flows)
-        twice = self.sums(later, [flow.producer for flow in flows])
-        return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :] + self.sent[:, None]
-
-    @cached_property
-    def saved(self) -> Matrix:
-        """Bytes that are saved for the backward of one microbatch."""
-        cost = self.problem.cost
-        shared = self.sums((a.num_bytes, a.groups) for a in cost.saved)
-        return shared + self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
-
-    @cached_property
-    def always(self) -> Matrix:
-        """Bytes that do not depend on the microbatches in flight: weights and, as in `working_bytes`, working set.
-
-        Error: low by the gradients that wait for their bucket, or have come in a step's one backward.
-        """
-        cost = self.problem.cost
-        held = self.sums((self.problem.standing_bytes(w), w.groups) for w in cost.weights)
-        working, workspace = np.zeros(self.size + 1), np.zeros(self.size + 1)
-        for j, group in enumerate(cost.groups):
-            more = self.saved[j + 1, :] - self.saved[j, :]
-            begun = np.arange(self.size + 1) <= j
-            working = np.maximum(working - more, np.where(begun, group.transient_bytes, 0.0))
-            workspace = np.maximum(workspace, np.where(begun, group.workspace_bytes, 0.0))
-            held[j + 1, :] += np.maximum(working, workspace)
-        return held
+    def standing_bytes(self) -> Matrix:
+        """Bytes that do not depend on the microbatches in flight."""
+        held = self.costs.weight_bytes + self.costs.transient_bytes
+        if "tp" in self.problem.peers:
+            held = held + self.costs.symmetric_bytes
+        return held + self.problem.places * self.costs.incoming_bytes if self.problem.places else held
 
     def is_last(self, stage: int) -> bool:
         return stage == self.problem.stages - 1
@@ -128,12 +61,10 @@ class Intervals:
     def memory_bytes(self, stage: int) -> Matrix:
         """Bytes of every interval on a stage; infinite where forbidden. The capacity is not applied.
 
-        Error: as in `always`. Of symmetric memory the stage's own part counts, not that of the fullest rank.
+        Error: low by messages that the fullest rank has more of, and by gradients that several stages send for one
+            tensor.
         """
-        held = self.always + self.problem.in_flight[stage] * self.per_microbatch + self.problem.fixed_bytes(stage)
-        if self.problem.places:
-            forward, backward = self.crossing
-            held += self.problem.places * (forward[None, :] + backward[:, None])
+        held = self.standing_bytes + self.problem.in_flight[stage] * self.held_bytes + self.problem.fixed_bytes(stage)
         return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
 
     def times(self, stage: int) -> StageTimes:
@@ -146,26 +77,27 @@ class Intervals:
 
     def _timed(self, stage: int, link: Link | None) -> StageTimes:
         o = objective_of(self.problem)
-        pairs = zip(*self.crossing)
+        pairs = zip(self.costs.forward_bytes, self.costs.backward_bytes)
         transfer = np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
         forbidden = self._forbidden(stage)
-        seconds = self.load + o.transfer * transfer[:, None]
+        seconds = load_matrix(self.problem) + o.transfer * transfer[:, None]
         added = o.total * seconds + o.traffic * transfer[:, None]
         return StageTimes(np.where(forbidden, np.inf, seconds), np.where(forbidden, np.inf, added))
 
     def _forbidden(self, stage: int) -> NDArray[np.bool_]:
         """Intervals that are empty, hold a group pinned elsewhere, or end with the model before the last stage."""
-        pinned = self.sums((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage)
-        real = self.sums((1.0, (g,)) for g in range(self.problem.cost.loss))
+        size, loss = len(self.problem.cost.groups), self.problem.cost.loss
+        pinned = interval_sums(size, ((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage))
+        real = interval_sums(size, ((1.0, (g,)) for g in range(loss)))
         forbidden = (real == 0) | (pinned > 0)
         if not self.is_last(stage):
-            forbidden[self.size, :] = True
+            forbidden[size, :] = True
         return forbidden
 
 
-def intervals_of(problem: CutProblem) -> Intervals:
+def stage_intervals(problem: CutProblem) -> StageIntervals:
     """Time and memory of every interval on every stage."""
-    return Intervals(problem, {})
+    return StageIntervals(problem, intervals_of(problem), {})
 
 
 @dataclass(frozen=True)
@@ -175,8 +107,8 @@ class FeasibleIntervals:
     ``fits`` and ``fits_plain`` (without recomputation) have a matrix for each stage.
     """
 
-    plain: Intervals
-    recomputed: Intervals | None
+    plain: StageIntervals
+    recomputed: StageIntervals | None
     fits_plain: list[NDArray[np.bool_]]
     fits: list[NDArray[np.bool_]]
 
@@ -202,11 +134,11 @@ def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
     """Intervals that fit on each stage. Stages of one rank share its capacity by their microbatches in flight."""
     capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
     limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
-    once = intervals_of(problem)
+    once = stage_intervals(problem)
     at_once = [once.memory_bytes(s) <= limit[s] for s in range(problem.stages)]
     if not problem.may_recompute:
         return FeasibleIntervals(once, None, at_once, at_once)
-    again = intervals_of(problem.recomputing)
+    again = stage_intervals(problem.recomputing)
     fits = [own | (again.memory_bytes(s) <= limit[s]) for s, own in enumerate(at_once)]
     return FeasibleIntervals(once, again, at_once, fits)
 
@@ -214,19 +146,32 @@ def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts within the capacity, or None where there are none.
 
-    Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at. With
-        several stages a rank, memory is not part of the programme: its answer without a limit is taken if it fits,
+    Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at, and
+        where the cuts found are over the capacity after all, it is lowered by their excess and the programme repeated;
+        in the end cuts of least memory stand in.
+        With several stages a rank, memory is not part of the programme: its answer without a limit is taken if it fits,
         otherwise the answer that keeps each stage within its share of the rank's capacity.
     """
     if problem.stages > problem.cost.loss:
         return None
-    if problem.chunks == 1 or problem.capacity_bytes is None:
+    limit = problem.capacity_bytes
+    if limit is None:
         return _cheapest(problem)
-    for posed in (replace(problem, capacity_bytes=None), problem):
-        cuts = _cheapest(posed)
-        if cuts is not None and fullest_bytes(problem, stage_costs(problem, cuts)) <= problem.capacity_bytes:
+    if problem.chunks > 1:
+        cuts = _cheapest(replace(problem, capacity_bytes=None))
+        if cuts is not None and peak_bytes(problem, cuts) <= limit:
             return cuts
-    return None
+    lowered = limit
+    for _ in range(MAX_LOWERED):
+        cuts = _cheapest(replace(problem, capacity_bytes=lowered))
+        if cuts is None:
+            break
+        excess = peak_bytes(problem, cuts) - limit
+        if excess <= 0:
+            return cuts
+        lowered -= excess
+    cuts = least_memory_cuts(problem)
+    return cuts if cuts is not None and peak_bytes(problem, cuts) <= limit else None
 
 
 def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
@@ -276,7 +221,7 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The contiguous cuts whose fullest stage is emptiest, or None where the pins allow none."""
     if problem.stages > problem.cost.loss:
         return None
-    ways = [intervals_of(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
+    ways = [stage_intervals(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
 
     def memory_bytes(s: int) -> Matrix:
         return np.minimum.reduce([way.memory_bytes(s) for way in ways]) / problem.capacity_share(s)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.buffers import buffer_bytes
+from autopar.solve.cuts.intervals import Matrix, interval_sums, intervals_of
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
@@ -152,6 +155,11 @@ def fullest_bytes(problem: CutProblem, costs: Sequence[StageCost]) -> int:
     return max(rank.memory_bytes for rank in rank_costs(problem, costs))
 
 
+def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
+    """Memory of the fullest rank under an assignment."""
+    return fullest_bytes(problem, stage_costs(problem, stage_of))
+
+
 def at_peak(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
     """Costs of all stages, as `rank_at_peak` gives them for one position."""
     ranks = [rank_at_peak(problem, costs, position) for position in range(problem.pp)]
@@ -185,6 +193,72 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
     travels straight past them). It is also high where peers are known to have received what they were sent (with two
     ranks a third of it stays, with four all).
     """
+    if is_contiguous(problem, stage_of):
+        return interval_costs(problem, stage_of)
+    return assignment_costs(problem, stage_of)
+
+
+def is_contiguous(problem: CutProblem, stage_of: Sequence[int]) -> bool:
+    """Whether every stage is an interval of the groups, and no weight is read by two stages of one rank."""
+    if any(a > b for a, b in pairwise(stage_of)):
+        return False
+    shared = (stages_holding(w, stage_of) for w in problem.cost.weights if len(w.groups) > 1 and problem.chunks > 1)
+    return all(len({s % problem.pp for s in stages}) == len(stages) for stages in shared)
+
+
+def interval_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
+    """As `stage_costs_unlimited`, for stages that are intervals of the groups."""
+    known, buffers = problem.stage_costs, buffer_bytes(problem, stage_of)
+    costs, begin = [], 0
+    for s in range(problem.stages):
+        end = bisect_right(stage_of, s)
+        key = s, begin, end, buffers[s]
+        if key not in known:
+            known[key] = interval_cost(problem, *key)
+        costs.append(known[key])
+        begin = end
+    return tuple(costs)
+
+
+def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buffered: int) -> StageCost:
+    """Cost of the groups ``begin`` … ``end`` − 1 on a stage with so many bytes of buffers."""
+    of, at = intervals_of(problem), (end, begin)
+    last = stage == problem.stages - 1
+    crossing = () if last else (int(of.forward_bytes[end]), int(of.backward_bytes[end]))
+    forward, backward = float(of.forward_seconds[at]), float(of.backward_seconds[at])
+    return StageCost(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        collective_seconds=float(of.collective_seconds[at]),
+        load_seconds=forward + backward if problem.balance == "time" else float(load_matrix(problem)[at]),
+        transfer_seconds=sum(one_way_seconds(n, problem.boundary[stage]) for n in crossing),
+        optimizer_seconds=float(of.optimizer_seconds[at]),
+        reduce_seconds=float(of.reduce_seconds[at]),
+        gather_seconds=float(of.gather_seconds[at]),
+        contention_seconds=float(of.contention_seconds[at]),
+        num_buckets=float(of.num_buckets[at]),
+        weight_bytes=int(of.weight_bytes[at]),
+        saved_bytes=int(of.saved_bytes[at]),
+        received_bytes=int(of.received_bytes[begin]) if stage else 0,
+        sent_bytes=0 if last else int(of.sent_bytes[end]),
+        transient_bytes=int(of.transient_bytes[at]),
+        buffer_bytes=num_buffered,
+        in_flight=problem.in_flight[stage],
+        recomputed=problem.recompute == "all",
+    )
+
+
+def load_matrix(problem: CutProblem) -> Matrix:
+    """Load of every interval by the problem's balance, second."""
+    cache, key = problem.cost.derived, ("load", problem.balance)
+    if key not in cache:
+        loads = group_loads(problem.cost, problem.balance)
+        cache[key] = interval_sums(len(loads), ((x, (g,)) for g, x in enumerate(loads)))
+    return cache[key]
+
+
+def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
+    """As `stage_costs_unlimited`, for any assignment of groups to stages."""
     cost, stages = problem.cost, range(problem.stages)
     members: list[list[int]] = [[] for _ in stages]
     for g, s in enumerate(stage_of):

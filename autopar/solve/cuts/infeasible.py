@@ -12,7 +12,7 @@ from autopar.ir.units import BYTES, percent, plural, text
 from autopar.schedule.generate import may_overlap
 from autopar.solve.backend import SolverName, solve
 from autopar.solve.cuts.dynamic_programme import least_memory_cuts
-from autopar.solve.cuts.evaluate import fullest_bytes, rank_costs, stage_costs
+from autopar.solve.cuts.evaluate import peak_bytes, rank_costs, stage_costs
 from autopar.solve.cuts.ilp import memory_program
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.cuts.ranges import stage_ranges
@@ -82,11 +82,6 @@ def fitting_cuts(problem: CutProblem, solver: SolverName) -> tuple[int, ...]:
     if problem.capacity_bytes is not None and peak_bytes(problem, best) > problem.capacity_bytes:
         raise InfeasibleError(memory_message(problem, best))
     return best
-
-
-def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
-    """Memory of the fullest rank."""
-    return fullest_bytes(problem, stage_costs(problem, stage_of))
 
 
 def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:

@@ -34,61 +34,64 @@ def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence
     for weight in weights:
         if weight.gradient_bytes and (own := here.intersection(weight.groups)):
             come[max(own)].append(weight)
-    gradients = PendingGrads(problem)
+    order = [*reversed(members)]
+    pending = pending_gradients(problem, [come[g] for g in order])
     most, released = max((cost.groups[g].workspace_bytes for g in members), default=0), 0
-    for g in reversed(members):
-        most = max(most, cost.groups[g].transient_bytes + gradients.num_bytes - released)
-        for weight in come[g]:
-            most = max(most, gradients.add(weight) - released - freed[g])
+    for g, before, arrived in zip(order, pending.before, pending.arrived, strict=True):
+        most = max(most, cost.groups[g].transient_bytes + before - released)
         released += freed[g]
+        most = max(most, arrived - released)
     # At the end, gradients that are summed over shards are flattened into a copy.
-    packed = gradients.num_bytes * (not problem.has_buckets) + sum(w.flattened_grad_bytes for w in weights)
-    return max(most, gradients.rest() - released, packed - released)
+    left = pending.after[-1] if order else 0
+    packed = left * (not problem.has_buckets) + sum(w.flattened_grad_bytes for w in weights)
+    return max(most, left - released, packed - released)
 
 
-class PendingGrads:
-    """Gradients that a backward has produced and no main gradient has absorbed.
+@dataclass(frozen=True)
+class PendingGradients:
+    """Bytes of gradients that a backward has produced and no main gradient has absorbed, for each of its groups.
+
+    Args:
+        before: while the group runs. arrived: the most while its weights' gradients arrive, 0 without any. after: if
+            the backward ends with the group and the last buckets are flushed.
+    """
+
+    before: Sequence[int]
+    arrived: Sequence[int]
+    after: Sequence[int]
+
+
+def pending_gradients(problem: CutProblem, arriving: Sequence[Sequence[ResidentTensor]]) -> PendingGradients:
+    """Pending gradients of a backward.
 
     Without buckets they stay where autograd leaves them. With buckets they wait until their bucket is full
     (`autopar.runtime.params.grad_buffer`); low-precision ones are widened before they are added.
 
+    Args:
+        arriving: for each group in the order of the backward, the weights whose gradients it completes.
     Error: under ZeRO-1 a bucket of a model with few kinds of blocks may be several times as large as here. GPUs widen
         small gradients only.
     """
-
-    def __init__(self, problem: CutProblem) -> None:
-        self.has_buckets, self.stays = problem.has_buckets, problem.gradients_come
-        self.adds = problem.microbatches > 1
-        self.num_bytes = 0
-        self.buckets: dict[bool, Bucket] = {}  # of each kind the one being filled
-
-    def add(self, weight: ResidentTensor) -> int:
-        """Add a gradient; most bytes that are pending until the next one."""
-        if not self.has_buckets:
-            self.num_bytes += weight.gradient_bytes * self.stays
-            return self.num_bytes
-        low, most = weight.copy_bytes > 0, 0
-        bucket = self.buckets.get(low, Bucket())
-        if bucket.num_bytes + weight.gradient_bytes > BUCKET_BYTES:
-            most = self.num_bytes + bucket.wide_bytes
-            self.num_bytes -= bucket.wgrad_bytes
-            bucket = Bucket()
-        self.num_bytes += weight.wgrad_bytes
-        wide = weight.gradient_bytes if low and self.adds and weight.wgrad_bytes else 0
-        self.buckets[low] = Bucket(
-            bucket.num_bytes + weight.gradient_bytes, bucket.wgrad_bytes + weight.wgrad_bytes, bucket.wide_bytes + wide
-        )
-        return max(most, self.num_bytes)
-
-    def rest(self) -> int:
-        """Bytes while the last buckets are flushed, after the backward."""
-        return self.num_bytes + max((bucket.wide_bytes for bucket in self.buckets.values()), default=0)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Bucket being filled: its bytes so far, those of the pending wgrads, and those of their widened copies."""
-
-    num_bytes: int = 0
-    wgrad_bytes: int = 0
-    wide_bytes: int = 0
+    has_buckets, stays, adds = problem.has_buckets, problem.gradients_come, problem.microbatches > 1
+    total, kinds = 0, {}  # of each kind, the bucket being filled: its bytes, pending wgrads, their widened copies
+    before, arrived, after = [], [], []
+    for weights in arriving:
+        before.append(total)
+        most = 0
+        for weight in weights:
+            if not has_buckets:
+                total += weight.gradient_bytes * stays
+                most = max(most, total)
+                continue
+            low, gradient, wgrad = weight.copy_bytes > 0, weight.gradient_bytes, weight.wgrad_bytes
+            filled, waiting, wide = kinds.get(low, (0, 0, 0))
+            if filled + gradient > BUCKET_BYTES:
+                most = max(most, total + wide)
+                total -= waiting
+                filled = waiting = wide = 0
+            total += wgrad
+            most = max(most, total)
+            kinds[low] = filled + gradient, waiting + wgrad, wide + (gradient if low and adds and wgrad else 0)
+        arrived.append(most)
+        after.append(total + max((wide for _, _, wide in kinds.values()), default=0))
+    return PendingGradients(before, arrived, after)

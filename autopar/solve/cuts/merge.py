@@ -34,11 +34,9 @@ def merge(problem: CutProblem) -> Merged:
         UsageError: two groups of one unit are pinned to different stages.
     """
     cost = problem.cost
-    units = _units(cost)
-    unit_of = [0] * len(cost.groups)
-    for u, members in enumerate(units):
-        for g in members:
-            unit_of[g] = u
+    if "merged" not in cost.derived:
+        cost.derived["merged"] = merged_costs(cost)
+    merged, unit_of = cost.derived["merged"]
     pins: dict[int, int] = {}
     by: dict[int, int] = {}
     for g, s in sorted(problem.pins.items()):
@@ -50,6 +48,16 @@ def merge(problem: CutProblem) -> Merged:
                 "Pin both to one stage."
             )
         by[u] = g
+    return Merged(replace(problem, cost=merged, pins=pins), unit_of)
+
+
+def merged_costs(cost: CostGraph) -> tuple[CostGraph, tuple[int, ...]]:
+    """The cost graph of the units, and the unit of each group."""
+    units = _units(cost)
+    unit_of = [0] * len(cost.groups)
+    for u, members in enumerate(units):
+        for g in members:
+            unit_of[g] = u
     merged = CostGraph(
         model=cost.model,
         batch=cost.batch,
@@ -58,7 +66,7 @@ def merge(problem: CutProblem) -> Merged:
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
     )
-    return Merged(replace(problem, cost=merged, pins=pins), tuple(unit_of))
+    return merged, tuple(unit_of)
 
 
 def _units(cost: CostGraph) -> list[list[int]]:

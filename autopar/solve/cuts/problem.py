@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from autopar.ir.comm_sizes import replica_buffer_bytes
 from autopar.ir.cost_graph import CostGraph, ResidentTensor
@@ -113,6 +113,22 @@ class CutProblem:
     reserve_bytes: int = 0
     owners: int = 1
 
+    @cached_property
+    def stage_costs(self) -> dict[tuple[int, int, int, int], Any]:
+        """Costs of intervals that were asked for, by stage, first group, end and buffers; see
+        `evaluate.interval_costs`."""
+        return {}
+
+    @cached_property
+    def hops(self) -> dict[tuple[int, int], Link]:
+        """Links between stages that were asked for."""
+        return {}
+
+    @cached_property
+    def recomputing(self) -> CutProblem:
+        """This problem with every stage recomputing."""
+        return replace(self, cost=self.cost.recomputed, recompute="all")
+
     @property
     def pp(self) -> int:
         """Positions in the pipeline."""
@@ -130,11 +146,6 @@ class CutProblem:
     def may_recompute(self) -> bool:
         """Whether the solver chooses which stages recompute; without a memory limit none does."""
         return self.recompute == "auto" and self.capacity_bytes is not None
-
-    @property
-    def recomputing(self) -> CutProblem:
-        """This problem with every stage recomputing."""
-        return replace(self, cost=self.cost.recomputed, recompute="all")
 
     @property
     def mesh(self) -> Mesh:

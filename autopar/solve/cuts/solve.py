@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from autopar.errors import InfeasibleError
 from autopar.ir.plan_parts import SolverInfo
 from autopar.solve.backend import Solved, SolverName, default_solver, solve
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
-from autopar.solve.cuts.evaluate import floor_seconds, objective_seconds, stage_costs
+from autopar.solve.cuts.evaluate import floor_seconds, objective_seconds, peak_bytes, stage_costs
 from autopar.solve.cuts.ilp import time_program
-from autopar.solve.cuts.infeasible import check_num_stages, fitting_cuts, least_memory, no_cuts
+from autopar.solve.cuts.infeasible import check_num_stages, fitting_cuts, least_memory, memory_message, no_cuts
 from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.problem import CutProblem, Cuts
 from autopar.solve.cuts.ranges import check_pins, slowest_limit, stage_ranges
@@ -72,11 +73,19 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
         return _certified(problem, merged.expand(known), Solved(name, known, 0.0, False, 0.0), 1.0)
     program = time_program(work, ranges)
     solved = solve(program, name)
-    options = [cuts for cuts in (known, solved.stage_of) if cuts is not None]
+    options = [cuts for cuts in (known, solved.stage_of) if cuts is not None and fits(work, cuts)]
+    if not options and solved.stage_of is not None:
+        raise InfeasibleError(memory_message(work, solved.stage_of))
     if not options:
         raise no_cuts(work, solved.infeasible)
     best = min(options, key=lambda cuts: objective_seconds(work, stage_costs(work, cuts)))
     return _certified(problem, merged.expand(best), solved, program.seconds)
+
+
+def fits(problem: CutProblem, stage_of: tuple[int, ...]) -> bool:
+    """Whether the fullest rank is within the capacity; the program's memory leaves out what waits in buckets and
+    symmetric memory."""
+    return problem.capacity_bytes is None or peak_bytes(problem, stage_of) <= problem.capacity_bytes
 
 
 def _certified(problem: CutProblem, stage_of: tuple[int, ...], solved: Solved, unit_seconds: float) -> Cuts:
@@ -86,7 +95,8 @@ def _certified(problem: CutProblem, stage_of: tuple[int, ...], solved: Solved, u
     bound = min(max(solved.bound * unit_seconds, floor_seconds(problem)), objective)
     gap = (objective - bound) / objective if objective else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE
-    status = "optimal" if closed else "time limit" if solved.seconds else "contiguous cuts"
+    limited = solved.seconds >= problem.time_limit_seconds
+    status = "optimal" if closed else "time limit" if limited else "feasible" if solved.seconds else "contiguous cuts"
     return Cuts(
         stage_of=stage_of,
         objective_seconds=objective,

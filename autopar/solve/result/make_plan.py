@@ -23,6 +23,7 @@ from autopar.ir.plan_parts import (
 )
 from autopar.schedule.simulate import scheduled_seconds
 from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
+from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
 
@@ -90,7 +91,7 @@ def make_plan(
     found = op_ranges(setting.graph, problem.cost, stage_of)
     step = step_time(setting, problem, stage_of)
     ends = (*found.starts[1:], len(ops))
-    sent = messages(problem.cost, stage_of)
+    sent = messages(problem, stage_of)
     storage = {name: str(layout) for name, layout in priced.storage.items() if layout != REPLICATED}
     return Plan(
         model=setting.model,
@@ -177,10 +178,10 @@ def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRange
     return OpRanges(edges[:-1], exceptions)
 
 
-def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:
+def messages(problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:
     """Bytes per microbatch from stage to stage, sent straight: activations forward, their gradients backward."""
     sent: dict[tuple[int, int], int] = {}
-    for flow in cost.edges:
+    for flow in leaving_edges(problem, stage_of):
         src = stage_of[flow.producer]
         for dst in sorted({stage_of[c] for c in flow.consumers} - {src}):
             sent[src, dst] = sent.get((src, dst), 0) + flow.num_bytes
@@ -191,7 +192,9 @@ def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int
 
 def transfer_seconds(setting: Setting, problem: CutProblem, pair: tuple[int, int], num_bytes: int) -> float:
     """Time of what one stage sends to another for each microbatch."""
-    return one_way_seconds(num_bytes, hop_link(setting.hardware, problem.mesh, *pair))
+    if pair not in problem.hops:
+        problem.hops[pair] = hop_link(setting.hardware, problem.mesh, *pair)
+    return one_way_seconds(num_bytes, problem.hops[pair])
 
 
 def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> StepTime:
@@ -206,7 +209,7 @@ def step_time_of(
     setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
 ) -> StepTime:
     """As `step_time`, from the stages' costs."""
-    sent = messages(problem.cost, stage_of)
+    sent = messages(problem, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}

@@ -26,6 +26,7 @@ from autopar.ir.plan import Plan
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.space.constraints import memory_for
 from autopar.solve.cuts.solve import solve_cuts
 
 # -- the integer program -------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_error_says_where_recomputation_would_fit(asked: dict[str, Any]) -> None:
-    first, _ = autopar.plan(**asked, recompute="all").prediction.peak_bytes
+    first = memory_for(autopar.plan(**asked, recompute="all").prediction.peak_bytes[0])
     with pytest.raises(InfeasibleError, match=r'With recompute="auto" \(--recompute auto\) it fits\.'):
         autopar.plan(**asked, memory=first, recompute="none")
     assert chosen(autopar.plan(**asked, memory=first)) == ["all", "all"]

@@ -151,8 +151,8 @@ def test_contiguous_cuts_trade_the_slowest_stage_for_traffic() -> None:
 
 def test_interval_sums_count_a_holding_once() -> None:
     sums = interval_sums(4, [(5.0, (1, 3)), (2.0, (0,))])
-    assert sums[0].tolist() == [0, 2, 7, 7, 7]
-    assert sums[2].tolist() == [0, 0, 0, 0, 5]
+    assert sums[:, 0].tolist() == [0, 2, 7, 7, 7]
+    assert sums[:, 2].tolist() == [0, 0, 0, 0, 5]
     assert sums[1, 1] == 0
 
 

@@ -1,0 +1,194 @@
+"""Exact cost of every interval of groups as a pipeline stage, in matrices: element [j, i] is of the groups i … j − 1.
+
+`autopar.solve.cuts.evaluate.stage_costs` defines the costs, for any assignment of groups to stages. Here they are made
+for all intervals at once, because a search asks for thousands of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.comm_sizes import message_bytes
+from autopar.ir.cost_graph import CostGraph, ResidentTensor, TensorEdge
+from autopar.solve.cuts.memory import pending_gradients
+from autopar.solve.cuts.problem import CutProblem
+
+Matrix = NDArray[np.float64]
+Vector = NDArray[np.float64]
+
+
+def interval_sums(
+    size: int, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None
+) -> Matrix:
+    """Element [j, i]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
+
+    Args:
+        before: for each amount, a group that must lie before i; it lies before the amount's own groups.
+    """
+    corners = np.zeros((size + 2, size + 2))
+    for number, (amount, groups) in enumerate(amounts):
+        previous = -1 if before is None else before[number]
+        for group in sorted(groups):
+            # Counted by the first of its groups in the interval: previous < i <= group < j.
+            corners[previous + 1, group + 1] += amount
+            corners[group + 1, group + 1] -= amount
+            previous = group
+    return np.ascontiguousarray(corners.cumsum(axis=0).cumsum(axis=1)[: size + 1, : size + 1].T)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Costs of all intervals of one cost graph. Fields as in `StageCost`; bytes and seconds of one microbatch, but for
+    the weights'.
+
+    Args:
+        received_bytes, sent_bytes: of a stage that begins or ends at a cut, by the cut's position.
+        forward_bytes, backward_bytes: bytes that cross a cut, by its position.
+        incoming_bytes: messages to an interval where peers write them; the gradient of a tensor counts once, however
+            many stages send it.
+        crossing: edges that cross each cut.
+    """
+
+    forward_seconds: Matrix
+    backward_seconds: Matrix
+    collective_seconds: Matrix
+    optimizer_seconds: Matrix
+    reduce_seconds: Matrix
+    gather_seconds: Matrix
+    contention_seconds: Matrix
+    num_buckets: Matrix
+    weight_bytes: Matrix
+    saved_bytes: Matrix
+    transient_bytes: Matrix
+    symmetric_bytes: Matrix
+    received_bytes: Vector
+    sent_bytes: Vector
+    forward_bytes: Vector
+    backward_bytes: Vector
+    incoming_bytes: Matrix
+    crossing: tuple[tuple[TensorEdge, ...], ...]
+
+
+def intervals_of(problem: CutProblem) -> Intervals:
+    """Costs of all intervals; made once for a cost graph and what of the problem they depend on."""
+    flags = (problem.has_buckets, problem.gradients_come, problem.microbatches > 1, problem.kept_received)
+    cache = problem.cost.derived
+    if ("intervals", *flags) not in cache:
+        cache["intervals", *flags] = make_intervals(problem)
+    return cache["intervals", *flags]
+
+
+def make_intervals(problem: CutProblem) -> Intervals:
+    """As `intervals_of`, without a cache."""
+    cost, size = problem.cost, len(problem.cost.groups)
+
+    def groups(amount: str) -> Matrix:
+        return interval_sums(size, ((getattr(group, amount), (g,)) for g, group in enumerate(cost.groups)))
+
+    def weights(amount: str) -> Matrix:
+        return interval_sums(size, ((getattr(weight, amount), weight.groups) for weight in cost.weights))
+
+    saved = groups("saved_bytes") + interval_sums(size, ((a.num_bytes, a.groups) for a in cost.saved))
+    saving = [edge for edge in cost.edges if edge.saved_by]
+    again = ((edge.num_bytes, [g for g in edge.saved_by if g > edge.producer]) for edge in saving)
+    received_too = interval_sums(size, again, [edge.producer for edge in saving])
+    forward, backward, sent = np.zeros(size + 1), np.zeros(size + 1), np.zeros(size + 1)
+    crossing: list[list[TensorEdge]] = [[] for _ in range(size + 1)]
+    for edge in cost.edges:
+        last = max(edge.consumers)
+        forward[edge.producer + 1 : last + 1] += edge.num_bytes
+        backward[edge.producer + 1 : last + 1] += edge.num_bytes * edge.requires_grad
+        sent[edge.producer + 1 : min(last, *edge.saved_by[:1], size) + 1] += edge.num_bytes
+        for cut in range(edge.producer + 1, last + 1):
+            crossing[cut].append(edge)
+    return Intervals(
+        forward_seconds=groups("forward_seconds"),
+        backward_seconds=groups("backward_seconds"),
+        collective_seconds=groups("forward_collective_seconds") + groups("backward_collective_seconds"),
+        optimizer_seconds=weights("optimizer_seconds"),
+        reduce_seconds=weights("reduce_seconds"),
+        gather_seconds=weights("gather_seconds"),
+        contention_seconds=weights("contention_seconds"),
+        num_buckets=weights("num_buckets"),
+        weight_bytes=interval_sums(size, ((problem.standing_bytes(w), w.groups) for w in cost.weights)),
+        saved_bytes=saved - received_too,
+        transient_bytes=working_matrix(problem, saved),
+        symmetric_bytes=running_max([group.symmetric_buffer_bytes for group in cost.groups]),
+        received_bytes=problem.kept_received * forward,
+        sent_bytes=sent,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        incoming_bytes=incoming_matrix(cost),
+        crossing=tuple(map(tuple, crossing)),
+    )
+
+
+def leaving_edges(problem: CutProblem, stage_of: Sequence[int]) -> Iterator[TensorEdge]:
+    """Edges that leave the stage of their producer."""
+    if any(a > b for a, b in pairwise(stage_of)):
+        yield from (e for e in problem.cost.edges if stage_of[e.producer] != stage_of[max(e.consumers)])
+        return
+    crossing, begin = intervals_of(problem).crossing, 0
+    for s in range(problem.stages - 1):
+        end = bisect_right(stage_of, s)
+        yield from (edge for edge in crossing[end] if edge.producer >= begin)
+        begin = end
+
+
+def incoming_matrix(cost: CostGraph) -> Matrix:
+    """Element [j, i]: bytes of the messages that groups i … j − 1 receive: tensors that are made before i, and
+    gradients of those that are read from j on."""
+    size = len(cost.groups)
+    edges = [(message_bytes(edge.num_bytes), edge) for edge in cost.edges]
+    found = interval_sums(size, ((n, edge.consumers) for n, edge in edges), [edge.producer for _, edge in edges])
+    for n, edge in edges:
+        if edge.requires_grad:
+            found[edge.producer + 1 : max(edge.consumers) + 1, : edge.producer + 1] += n
+    return found
+
+
+def running_max(values: Sequence[int]) -> Matrix:
+    """Element [j, i]: the largest of the values i … j − 1, or 0."""
+    size = len(values)
+    found = np.zeros((size + 1, size + 1))
+    for j, value in enumerate(values):
+        found[j + 1, : j + 1] = np.maximum(found[j, : j + 1], value)
+    return found
+
+
+def working_matrix(problem: CutProblem, saved: Matrix) -> Matrix:
+    """Working set of every interval, as `autopar.solve.cuts.memory.working_bytes` defines it.
+
+    A backward of the interval up to j runs the groups k = j − 1 … i. Group k needs its own transient bytes and the
+    gradients that are pending. The activations saved by later groups are freed: saved[j, i] − saved[k + 1, i].
+
+    Args:
+        saved: bytes that each interval saves for the backward of a microbatch.
+    """
+    cost, size = problem.cost, len(problem.cost.groups)
+    transient = np.array([group.transient_bytes for group in cost.groups], dtype=float)
+    flattened = interval_sums(size, ((w.flattened_grad_bytes, w.groups) for w in cost.weights))
+    before_start = np.tri(size, size, -1, dtype=bool).T  # group k lies before the interval's first group i
+    running = np.where(before_start, -np.inf, transient[:, None] + saved[1:, :size])  # group k runs
+    gone = np.where(before_start, -np.inf, saved[:size, :size])  # its gradients have come, its activations are freed
+    trained = [weight for weight in cost.weights if weight.gradient_bytes]
+    found = running_max([group.workspace_bytes for group in cost.groups])
+    for j in range(1, size + 1):
+        arriving: list[list[ResidentTensor]] = [[] for _ in range(j)]
+        for weight in trained:
+            if inside := [g for g in weight.groups if g < j]:
+                arriving[j - 1 - inside[-1]].append(weight)
+        pending = pending_gradients(problem, arriving)
+        before, arrived, rest = (np.array(x[::-1], float) for x in (pending.before, pending.arrived, pending.after))
+        most = (running[:j, :j] + before[:, None]).max(axis=0)
+        most = np.maximum(most, (gone[:j, :j] + arrived[:, None]).max(axis=0))
+        packed = flattened[j, :j] + (0.0 if problem.has_buckets else rest)
+        most = np.maximum(most, np.maximum(rest, packed))
+        found[j, :j] = np.maximum(found[j, :j], most - saved[j, :j])
+    return found

@@ -1,0 +1,75 @@
+"""Costs of intervals, made for all intervals at once, equal those of any assignment of groups to stages."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cut_problems import cost_graphs
+from support.effort import examples
+
+from autopar.ir.cost_graph import Group, ResidentTensor
+from autopar.ir.hardware import Link
+from autopar.ir.plan_parts import INTERLEAVED
+from autopar.schedule.generate import in_flight_profiles
+from autopar.solve.cuts.evaluate import assignment_costs, interval_costs, is_contiguous
+from autopar.solve.cuts.problem import CutProblem
+
+MIB = 2**20
+
+
+@st.composite
+def chunked_problems(draw: st.DrawFn) -> tuple[CutProblem, tuple[int, ...]]:
+    """A problem with buckets, replicas, tensor parallelism, chunks and peers, and contiguous stages of its groups."""
+    cost, number = draw(cost_graphs(8)), st.integers(0, 30)
+
+    def weight(w: ResidentTensor) -> ResidentTensor:
+        gradient = draw(number) * MIB
+        return replace(
+            w, num_bytes=w.num_bytes + gradient, gradient_bytes=gradient, wgrad_bytes=draw(st.sampled_from([0, gradient])),
+            copy_bytes=draw(st.integers(0, 1)), flattened_grad_bytes=draw(number), reduce_seconds=draw(number) * 1e-3,
+            gather_seconds=draw(number) * 1e-3, contention_seconds=draw(number) * 1e-3, num_buckets=draw(number) / 8,
+        )  # fmt: skip
+
+    def group(g: Group) -> Group:
+        return replace(
+            g,
+            symmetric_buffer_bytes=draw(number),
+            forward_collective_seconds=draw(number) * 1e-3,
+            kept_bytes=draw(number),
+        )
+
+    cost = replace(cost, weights=tuple(map(weight, cost.weights)), groups=tuple(map(group, cost.groups)))
+    chunks = draw(st.integers(1, max(1, cost.loss // 2)))
+    pp = draw(st.integers(1 + (chunks > 1), max(1 + (chunks > 1), cost.loss // chunks)))
+    stages, microbatches = pp * chunks, draw(st.integers(1, 4))
+    ends = (
+        sorted(draw(st.sets(st.integers(1, cost.loss - 1), min_size=stages - 1, max_size=stages - 1)))
+        if stages > 1
+        else []
+    )
+    profiles = tuple(in_flight_profiles(INTERLEAVED[0], p, pp, microbatches, chunks) for p in range(pp))
+    problem = CutProblem(
+        cost, stages, microbatches, None, tuple(draw(st.integers(1, 3)) for _ in range(stages)),
+        tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)), tp=2, dp=draw(st.integers(1, 2)),
+        chunks=chunks, in_flight_profiles=profiles if chunks > 1 else (),
+        balance=draw(st.sampled_from(["time", "params", "uniform"])), peers=draw(st.sampled_from([frozenset(), frozenset({"pp", "tp", "dp"})])),
+        input_bytes=draw(number), reserve_bytes=draw(number),
+    )  # fmt: skip
+    return problem, tuple(sum(g >= end for end in ends) for g in range(len(cost.groups)))
+
+
+@given(chunked_problems(), st.booleans())
+@settings(max_examples=examples(1000, 100), deadline=None)
+def test_intervals_cost_what_assignments_cost(case: tuple[CutProblem, tuple[int, ...]], recompute: bool) -> None:
+    problem, stage_of = case
+    problem = problem.recomputing if recompute else problem
+    if not is_contiguous(problem, stage_of):
+        return
+    for found, expected in zip(interval_costs(problem, stage_of), assignment_costs(problem, stage_of), strict=True):
+        for f in fields(expected):
+            value = getattr(expected, f.name)
+            assert getattr(found, f.name) == pytest.approx(value, rel=1e-9, abs=1e-12), f.name
+            assert type(getattr(found, f.name)) is type(value) or isinstance(value, int | float)
