@@ -193,7 +193,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
-        candidate = evaluate(setting, bounds, point, bounds.limit(best))
+        candidate = evaluate(setting, bounds, point, bounds.limit(best), min(best, ceiling_seconds))
         if candidate is None:
             continue
         found.append(candidate)

@@ -22,6 +22,9 @@ from autopar.solve.space.constraints import Constraints, boundary_links, microba
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
 # 6 of them it is a sixth of 1F1B's.
 MAX_CHUNKS = 6
+# Largest ratio of a step with contiguous cuts to the best step known at which local search is tried: it has shortened
+# steps by 8.3 % at most (ResNet-50 on 4 stages).
+NEAR_BEST = 1.12
 
 
 @dataclass(frozen=True)
@@ -260,11 +263,16 @@ def input_bytes(setting: Setting, mesh: Mesh) -> int:
     return times * round(share * sum(value.num_bytes for value in graph.inputs))
 
 
-def evaluate(setting: Setting, bounds: LowerBounds, point: Point, ceiling_seconds: float) -> Candidate | None:
+def evaluate(
+    setting: Setting, bounds: LowerBounds, point: Point, ceiling_seconds: float, best_seconds: float = float("inf")
+) -> Candidate | None:
     """The point with the fastest sharding that fits; None where its step is proven to reach the ceiling.
 
     Where no sharding fits, the smallest one, with what it needs. One that fits only with recomputation is compared with
     the smaller ones.
+
+    Args:
+        best_seconds: the best step known; cuts far above it are not improved by local search.
     """
     best: Candidate | None = None
     if bounds.tighten(point) >= ceiling_seconds:
@@ -273,7 +281,7 @@ def evaluate(setting: Setting, bounds: LowerBounds, point: Point, ceiling_second
         known = best.seconds if best is not None else float("inf")
         if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
             return best if known < float("inf") else None
-        found = cut_and_evaluate(setting, point, priced)
+        found = cut_and_evaluate(setting, point, priced, NEAR_BEST * best_seconds)
         if best is None or found.seconds <= best.seconds:
             best = found
         if found.step is not None and not (found.problem.may_recompute and found.recomputes):
@@ -281,14 +289,24 @@ def evaluate(setting: Setting, bounds: LowerBounds, point: Point, ceiling_second
     return best
 
 
-def cut_and_evaluate(setting: Setting, point: Point, priced: Priced) -> Candidate:
-    """The point under one sharding, with its best contiguous cuts or why there are none."""
+def cut_and_evaluate(setting: Setting, point: Point, priced: Priced, near_seconds: float = float("inf")) -> Candidate:
+    """The point under one sharding, with its best contiguous cuts or why there are none.
+
+    Args:
+        near_seconds: cuts whose step is longer are not improved by local search.
+    """
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    return evaluate_cuts(setting, point, priced, make_cut_problem(setting, point, priced), limit_bytes)
+    problem = make_cut_problem(setting, point, priced)
+    return evaluate_cuts(setting, point, priced, problem, limit_bytes, near_seconds)
 
 
 def evaluate_cuts(
-    setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
+    setting: Setting,
+    point: Point,
+    priced: Priced,
+    problem: CutProblem,
+    limit_bytes: float = float("inf"),
+    near_seconds: float = float("inf"),
 ) -> Candidate:
     """As `cut_and_evaluate`, for a problem whose own capacity may differ from ``limit_bytes``."""
     merged = merge(problem)
@@ -301,7 +319,7 @@ def evaluate_cuts(
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
-    if problem.stages > 1:
+    if problem.stages > 1 and step_time(setting, merged.problem, units).seconds < near_seconds:
         units = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
     stage_of = merged.expand(units)
     return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
