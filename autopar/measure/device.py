@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from autopar import __version__
 from autopar.ir.hardware import ExecutionMode
+from autopar.measure.regions.source import source_digest
 from autopar.runtime.launch.devices import Machine, num_processors
 from autopar.runtime.launch.torch_settings import TorchSettings
 
@@ -49,6 +49,7 @@ class RegionSetting:
 
     Args:
         driver: version of the GPU driver; empty on CPU.
+        source: digest of the code that makes and times regions.
         threads: of each process, on CPU; 0 on GPUs.
         processes: that run at the same time, on CPU; 1 on GPUs.
         precision: of float32 products, and the other torch settings that decide between kernels.
@@ -58,7 +59,7 @@ class RegionSetting:
     device_type: str
     driver: str
     torch: str
-    autopar: str
+    source: str
     execution_mode: ExecutionMode
     threads: int
     processes: int
@@ -86,7 +87,7 @@ def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> Regio
         device_type=device_type,
         driver=DRIVER.read_text().splitlines()[0] if cuda and DRIVER.exists() else "",
         torch=torch.__version__,
-        autopar=__version__,
+        source=source_digest(),
         execution_mode=mode,
         threads=0 if cuda else max(1, num_processors() // devices),
         processes=1 if cuda else min(devices, num_processors()),
