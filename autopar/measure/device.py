@@ -9,10 +9,10 @@ import torch
 
 from autopar.ir.hardware import ExecutionMode
 from autopar.measure.regions.source import source_digest
-from autopar.runtime.launch.devices import Machine, num_processors
+from autopar.runtime.launch.devices import Machine, cpu_name, num_processors, rank_threads
+from autopar.runtime.launch.environment import launched
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-CPU_INFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -80,8 +80,13 @@ def profile_setting(machine: Machine, devices: int) -> ProfileSetting:
 
 
 def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> RegionSetting:
-    """The setting of regions that run on this machine's device, one of several that run at the same time."""
-    cuda = device_type == "cuda"
+    """The setting of regions that run on this machine's device, one of several that run at the same time.
+
+    Args:
+        devices: number of ranks on all nodes.
+    """
+    cuda, launch = device_type == "cuda", launched()
+    processes = devices if launch is None else launch.devices_per_node
     return RegionSetting(
         device=torch.cuda.get_device_name() if cuda else cpu_name(),
         device_type=device_type,
@@ -89,14 +94,7 @@ def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> Regio
         torch=torch.__version__,
         source=source_digest(),
         execution_mode=mode,
-        threads=0 if cuda else max(1, num_processors() // devices),
-        processes=1 if cuda else min(devices, num_processors()),
+        threads=0 if cuda else rank_threads(processes, launch),
+        processes=1 if cuda else min(processes, num_processors()),
         precision=str(TorchSettings.current()),
     )
-
-
-def cpu_name() -> str:
-    """The processor's name from /proc/cpuinfo, or the instruction set that torch uses where that names none."""
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{torch.backends.cpu.get_cpu_capability()} CPU"

@@ -361,12 +361,21 @@ def test_a_device_that_is_not_here() -> None:
     assert plan(cost="auto", hardware="h200-nvlink").hardware.cost == "analytic"
 
 
-def test_ranks_of_a_launcher_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+def test_a_launchers_ranks_measure_as_many_processes_as_share_a_host(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan(cost="measured", dp=2).hardware.cost == "measured"
+    launcher = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    for name, number in launcher.items():
         monkeypatch.setenv(name, number)
-    with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*--cost measured -o plan\.json"):
-        region_timer_for("measured", CPU, 2, None)
-    assert region_timer_for("auto", CPU, 2, None) is None
+    for module in ("autopar.runtime.launch.devices", "autopar.measure.device"):
+        monkeypatch.setattr(f"{module}.num_processors", lambda: 6)
+    timer = region_timer_for("measured", CPU, 4, None)
+    assert timer is not None and (timer.setting.processes, timer.setting.threads) == (2, torch.get_num_threads())
+    # Processes that call autopar.plan do so each by itself.
+    with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*parallelize, .* -o plan\.json"):
+        plan(cost="measured", dp=2)
+    assert plan(cost="auto", dp=2).hardware.cost == "analytic"
 
 
 # -- what else reads plans -------------------------------------------------------------------------------------------
