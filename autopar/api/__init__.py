@@ -5,7 +5,8 @@ Out: a `ParallelModel`. A call of ``parallelize`` checks its arguments and then 
 
     parallelize(model)                       api/parallelize.py, api/recipe_check.py: the user's callables tried
      ├─ lower_example(request)  → Graph      api/planning/plan.py, trace/lower.py: export, then every pass by name
-     ├─ plan_graph(graph)       → Plan       api/planning/plan.py, solve/search.py: costs, search, refinement
+     ├─ plan_graph(graph)       → Plan       api/planning/plan.py, solve/search.py: costs, search, refinement; under
+     │                                       a launcher api/planning/rank0.py: on rank 0, for all ranks
      ├─ ProgramCache(plan)      → Program[]  api/program_cache.py, sharding/shard_graph.py, codegen/split.py
      └─ start(programs)         → running    api/rank_specs.py, runtime/launch/, runtime/rank.py
 

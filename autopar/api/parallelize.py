@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,21 +18,23 @@ from torch import nn
 from autopar.api.caller import caller_level
 from autopar.api.model import ParallelModel
 from autopar.api.options import RUN_SETTINGS, Options
+from autopar.api.planning.hardware import planning_hardware
 from autopar.api.planning.plan import PlanRequest, check_devices, check_model, example_call, lower_example, plan_graph
+from autopar.api.planning.rank0 import plan_on_rank0
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.api.recipe_check import check_recipe, try_recipe
-from autopar.cost.hardware.load import load_hardware
 from autopar.errors import PlanDependentRandomWarning, UsageError
 from autopar.ir.graph import Graph
-from autopar.ir.hardware import Hardware
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
-from autopar.runtime.launch.devices import Machine, default_hardware_name, this_machine
+from autopar.runtime.launch.devices import Machine, check_world, this_machine
+from autopar.runtime.launch.environment import launched
 from autopar.runtime.launch.fork_server import prepare
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
+from autopar.runtime.launch.start_exchange import StartExchange
 from autopar.runtime.launch.torch_settings import without_caller_modes
 from autopar.runtime.spec import Parameters, RankSpec, TrainingRecipe
 from autopar.trace.passes.random_ops import is_random
@@ -61,6 +62,7 @@ def parallelize(
 
     In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
     srun, on one node or several, every process makes the same call and becomes one rank; all use rank 0's weights.
+    Rank 0 plans, and times operations for ``cost="measured"``; an error of any rank is raised on all of them.
 
     Torch's default dtype, float32 precisions and deterministic mode are those at this call, whatever the caller sets
     later. ``torch.autocast``, ``no_grad``, ``inference_mode`` and the default device have no effect on a run: pass
@@ -95,32 +97,56 @@ def parallelize(
 
     Raises:
         UsageError, TraceError, InfeasibleError: as `plan`; or a callable cannot be used, such as an optimizer of other
-            parameters than it is given.
+            parameters than it is given; or the ranks' models, arguments, versions or devices differ.
         PlanError: the plan does not fit the model or the devices.
         WorkerError: a worker did not start.
     """
-    options = Options.of(constraints)
     check_devices(devices)
-    check_model(model)
-    machine = this_machine(devices, options.backend)
-    options.check_machine(machine.device_type)
-    call = example_call(model, example_inputs, batch_size, None)
-    check_has_weights(model)
-    user_plan = load_user_plan(plan, devices, constraints)
-    if machine.launched is None and devices > 1:
-        prepare(machine.num_threads)  # workers' imports overlap with planning
-    check_device(options.precision if user_plan is None else user_plan.precision, machine)
-    request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
-    clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
-    loss_fn = F.cross_entropy if loss_fn is None else loss_fn
-    recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
-    check_recipe(recipe, model)
+    launch = launched()
+    check_world(launch, devices)  # before ranks wait for each other: a launcher's variables may be left over
+    exchange = None if launch is None else StartExchange(launch)
+    with shared_errors(exchange):
+        options = Options.of(constraints)
+        check_model(model)
+        machine = this_machine(devices, options.backend)
+        options.check_machine(machine.device_type)
+        call = example_call(model, example_inputs, batch_size, None)
+        check_has_weights(model)
+        user_plan = load_user_plan(plan, devices, constraints)
+        if machine.launched is None and devices > 1:
+            prepare(machine.num_threads)  # workers' imports overlap with planning
+        check_device(options.precision if user_plan is None else user_plan.precision, machine)
+        request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
+        clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
+        loss_fn = F.cross_entropy if loss_fn is None else loss_fn
+        recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+        check_recipe(recipe, model)
 
-    graph = lower_example(request, user_plan)
-    try_recipe(recipe, graph)
-    chosen = user_plan or plan_graph(request, graph, planning_hardware(machine, options, devices))
-    programs = ProgramCache(model, chosen, call, graph)
-    return start(programs, recipe, options, machine)
+        graph = lower_example(request, user_plan)
+        try_recipe(recipe, graph)
+    if exchange is not None:
+        chosen = plan_on_rank0(exchange, request, graph, machine, user_plan)
+    else:
+        chosen = user_plan or plan_for_workers(request, graph, machine)
+    with shared_errors(exchange):
+        programs = ProgramCache(model, chosen, call, graph)
+        check_device(programs.plan.precision, machine)
+        warn_of_plan_dependent_random(programs.example)
+        specs = rank_specs(programs, machine, recipe, options)
+    if exchange is not None:
+        exchange.confirm()
+    return start(programs, specs, machine, options.timeout)
+
+
+def shared_errors(exchange: StartExchange | None) -> AbstractContextManager[None]:
+    """Context in which an error of this rank is raised on all ranks of a launcher."""
+    return nullcontext() if exchange is None else exchange.shared_errors()
+
+
+def plan_for_workers(request: PlanRequest, graph: Graph, machine: Machine) -> Plan:
+    """The plan of ranks that this process starts. Raises as `plan_graph`."""
+    devices = [machine.rank_device(rank, request.devices) for rank in range(request.devices)]
+    return plan_graph(request, graph, planning_hardware(machine, request.options, devices))
 
 
 def check_has_weights(model: nn.Module) -> None:
@@ -149,48 +175,22 @@ def load_user_plan(
     return plan
 
 
-def planning_hardware(machine: Machine, options: Options, devices: int) -> Hardware:
-    """The machine to plan for; by default the running one, where CPU processes share the host's memory equally."""
-    hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
-    if options.hardware is not None:
-        machine.warn_of_other_gpu(hardware)
-    elif machine.device_type == "cpu":
-        memory_bytes = psutil.virtual_memory().total // machine.local_devices(devices)
-        hardware = replace(hardware, memory_bytes=memory_bytes)
-    return hardware
-
-
-def start(programs: ProgramCache, recipe: TrainingRecipe, options: Options, machine: Machine) -> ParallelModel:
-    """The model with its ranks running.
+def start(programs: ProgramCache, specs: list[RankSpec], machine: Machine, timeout_seconds: float) -> ParallelModel:
+    """The model with its ranks running: this process's rank under a launcher or on one device, else worker processes.
 
     Raises:
-        UsageError: the devices cannot compute in the plan's precision.
         WorkerError: a worker did not start.
     """
-    check_device(programs.plan.precision, machine)
-    warn_of_plan_dependent_random(programs.example)
-    specs = rank_specs(programs, machine, recipe, options)
     tensors = weight_tensors(programs.model, programs.example)
-    ranks = start_ranks(specs, tensors, machine, options.timeout, programs.plan.decision)
-    return ParallelModel(programs.model, programs.plan, programs, ranks, machine, specs[0])
-
-
-def start_ranks(
-    specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float, decision: str
-) -> InProcessBackend | SpmdBackend | WorkerPool:
-    """The running ranks: this process's rank under a launcher or on one device, worker processes otherwise.
-
-    Args:
-        tensors: whole weights, by name.
-        decision: text of the plan's decision, on which the ranks of a launcher must agree.
-    """
     if machine.launched is not None:
         machine.limit_threads()
-        return SpmdBackend(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
-    if len(specs) == 1:
-        return InProcessBackend(specs[0], tensors)
-    parts = ({w.name: spec.local_part(w.name, tensors[w.name]) for w in spec.weights} for spec in specs)
-    return WorkerPool(specs, parts, machine.backend, timeout_seconds, machine.num_threads)
+        ranks = SpmdBackend(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds)
+    elif len(specs) == 1:
+        ranks = InProcessBackend(specs[0], tensors)
+    else:
+        parts = ({w.name: spec.local_part(w.name, tensors[w.name]) for w in spec.weights} for spec in specs)
+        ranks = WorkerPool(specs, parts, machine.backend, timeout_seconds, machine.num_threads)
+    return ParallelModel(programs.model, programs.plan, programs, ranks, machine, specs[0])
 
 
 def warn_of_plan_dependent_random(graph: Graph) -> None:

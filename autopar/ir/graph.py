@@ -262,9 +262,13 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of operations, parameters and their shapes, which plans rely on; independent of batch and device."""
+        return hashlib.sha256("\n".join(self.fingerprint_lines).encode()).hexdigest()[:16]
+
+    @property
+    def fingerprint_lines(self) -> list[str]:
+        """What the fingerprint is a hash of: a line for each operation, then one for each parameter and buffer."""
         lines = [f"{op.name} {op.target}" for op in self.ops]
-        lines += [f"{w.name} {w.shape} {w.dtype}" for w in self.weights if w.kind != "constant"]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return lines + [f"{w.name} {w.shape} {w.dtype}" for w in self.weights if w.kind != "constant"]
 
     def __str__(self) -> str:
         rows = [f"{self.model} ({self.mode}, batch {self.batch}): {len(self.ops)} ops, {self.num_params:,} parameters"]

@@ -37,7 +37,8 @@ class PlanConstraints:
         hardware: name or file of the cost model.
         cost: "measured" times the operations of promising plans on this device, compiled and captured as they will run,
             and keeps the times on disk (`autopar.measure.regions`). "analytic" prices operations by the cost model.
-            "auto" uses measurements if an earlier plan has left all that are needed, and measures nothing.
+            "auto" uses measurements if an earlier plan has left all that are needed, and measures nothing. Under a
+            launcher `autopar.parallelize` measures on rank 0, and takes what rank 0's disk has.
         solver_seconds: time limit of each integer program, second.
 
     Raises:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from autopar import __version__
 from autopar.ir.hardware import ExecutionMode
-from autopar.runtime.launch.devices import Machine, num_processors
+from autopar.measure.regions.source import source_digest
+from autopar.runtime.launch.devices import Machine, cpu_name, num_processors, rank_threads
+from autopar.runtime.launch.environment import launched
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-CPU_INFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -49,6 +49,7 @@ class RegionSetting:
 
     Args:
         driver: version of the GPU driver; empty on CPU.
+        source: digest of the code that makes and times regions.
         threads: of each process, on CPU; 0 on GPUs.
         processes: that run at the same time, on CPU; 1 on GPUs.
         precision: of float32 products, and the other torch settings that decide between kernels.
@@ -58,7 +59,7 @@ class RegionSetting:
     device_type: str
     driver: str
     torch: str
-    autopar: str
+    source: str
     execution_mode: ExecutionMode
     threads: int
     processes: int
@@ -79,23 +80,21 @@ def profile_setting(machine: Machine, devices: int) -> ProfileSetting:
 
 
 def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> RegionSetting:
-    """The setting of regions that run on this machine's device, one of several that run at the same time."""
-    cuda = device_type == "cuda"
+    """The setting of regions that run on this machine's device, one of several that run at the same time.
+
+    Args:
+        devices: number of ranks on all nodes.
+    """
+    cuda, launch = device_type == "cuda", launched()
+    processes = devices if launch is None else launch.devices_per_node
     return RegionSetting(
         device=torch.cuda.get_device_name() if cuda else cpu_name(),
         device_type=device_type,
         driver=DRIVER.read_text().splitlines()[0] if cuda and DRIVER.exists() else "",
         torch=torch.__version__,
-        autopar=__version__,
+        source=source_digest(),
         execution_mode=mode,
-        threads=0 if cuda else max(1, num_processors() // devices),
-        processes=1 if cuda else min(devices, num_processors()),
+        threads=0 if cuda else rank_threads(processes, launch),
+        processes=1 if cuda else min(processes, num_processors()),
         precision=str(TorchSettings.current()),
     )
-
-
-def cpu_name() -> str:
-    """The processor's name from /proc/cpuinfo, or the instruction set that torch uses where that names none."""
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{torch.backends.cpu.get_cpu_capability()} CPU"

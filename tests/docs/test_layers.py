@@ -8,7 +8,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from support.layers import FILES, LAYERS, PACKAGE, imports, room
+from support.layers import FILES, LAYERS, PACKAGE, imports, module_name, room
 
 # Library -> who may import it.
 OWNERS = {
@@ -23,11 +23,6 @@ OWNERS = {
     "networkx": {"cost", "ir", "solve"},
     "typer": {"tools"},
 }
-
-
-def module_name(path: Path) -> str:
-    """``autopar.trace`` for autopar/trace/__init__.py, ``autopar.trace.lower`` for autopar/trace/lower.py."""
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def uses(path: Path, library: str) -> bool:

@@ -31,6 +31,11 @@ def room(path: Path) -> str:
     return "autopar" if first == "__init__" else first
 
 
+def module_name(path: Path) -> str:
+    """``autopar.trace`` for autopar/trace/__init__.py, ``autopar.trace.lower`` for autopar/trace/lower.py."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Dotted names that a file imports, and names such as ``torch.x`` that it uses as attributes."""

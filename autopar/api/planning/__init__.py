@@ -4,6 +4,8 @@ In: a `PlanRequest` (model, example call, devices, options) and the machine's co
 
 ``plan``: arguments, the steps of planning, warnings; start here.
 ``costs``: `PlanCosts`, the cost of the model under each sharding, computed once and read by the search.
+``hardware``: one cost model for all ranks, with the memory of the smallest.
+``rank0``: under a launcher, rank 0 plans and the other ranks receive the plan.
 ``refine``: cuts and shardings decided again in one integer program, with a bound that certifies the plan.
 ``measured``: ``cost="measured"``; configurations that look best are timed until the best one has been.
 """

@@ -28,6 +28,7 @@ from autopar.ir.plan_parts import InputInfo, ModelInfo
 from autopar.ir.units import of_type, plural
 from autopar.measure.regions.region_times import region_timer_for
 from autopar.runtime.launch.devices import default_hardware_name, this_machine
+from autopar.runtime.launch.environment import Launched, launched
 from autopar.runtime.launch.torch_settings import without_caller_modes
 from autopar.runtime.optim.ema import with_averages
 from autopar.runtime.optim.state_bytes import with_optimizer
@@ -62,6 +63,8 @@ def plan(
 ) -> Plan:
     """The best plan for a model on a number of devices; needs no GPU, and no weights for a model by name.
 
+    Each process of a launcher that calls this plans by itself, without measured times; `parallelize` plans on rank 0.
+
     Args:
         model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
             ``package.module:factory``.
@@ -89,8 +92,25 @@ def plan(
     shape = source.input_shape if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
+    if options.cost != "analytic" and (launch := launched()) is not None:
+        options = without_measured_times(options, launch)
     request = PlanRequest(built, call, devices, options, name, kwargs, optimizer, ema)
     return plan_graph(request, lower_example(request), hardware)
+
+
+def without_measured_times(options: Options, launch: Launched) -> Options:
+    """Options of `plan` in a process of a launcher, whose processes may have different measured times.
+
+    Raises:
+        UsageError: measured times are requested, and all processes would measure.
+    """
+    if options.cost == "measured":
+        raise UsageError(
+            f"cost='measured' in autopar.plan: {launch.launcher}'s processes would each measure. Pass it to "
+            "autopar.parallelize, which measures on rank 0 alone, or make the plan before: autopar plan … --cost "
+            "measured -o plan.json, and pass plan='plan.json'."
+        )
+    return replace(options, cost="analytic")
 
 
 @dataclass(frozen=True)

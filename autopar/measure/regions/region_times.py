@@ -21,7 +21,6 @@ from autopar.measure.regions.task import RegionTask
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
 from autopar.measure.workers import WorkerLimits, run_workers
 from autopar.runtime.launch.devices import describes
-from autopar.runtime.launch.environment import launched
 from autopar.runtime.launch.torch_settings import TorchSettings
 
 WORKER = "autopar.measure.regions.worker:run"
@@ -175,9 +174,10 @@ def region_timer_for(cost: CostSource, hardware: Hardware, devices: int, backend
 
     Args:
         cost: with "auto" nothing is measured, but earlier measurements are used.
+        devices: number of ranks that will train, on all nodes.
         hardware: the plan's machine, with the execution mode that is measured.
     Raises:
-        UsageError: "measured" is requested for another device than this machine's, or under a launcher.
+        UsageError: "measured" is requested for another device than this machine's.
     """
     if cost == "analytic":
         return None
@@ -197,11 +197,6 @@ def region_timer_for(cost: CostSource, hardware: Hardware, devices: int, backend
 
 def device_mismatch(hardware: Hardware, backend: str | None) -> str:
     """Why times measured on this machine do not hold for a cost model's; empty if they do."""
-    if (launch := launched()) is not None:
-        return (
-            f"{launch.launcher}'s processes would each measure. Make the plan before: autopar plan … --cost measured "
-            "-o plan.json, and pass plan='plan.json'."
-        )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and backend != "gloo" else None
     if gpu is None and hardware.device_type == "cuda":
         return f"cost model {hardware.name} is of {hardware.device} and there is no GPU here. Use cost='analytic'."

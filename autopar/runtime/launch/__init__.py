@@ -6,8 +6,8 @@ Output: a `WorkerPool`, `SpmdBackend` or `InProcessBackend`. Its ``call(name, ar
 and returns the results by rank; one error ends all ranks.
 
 Files in reading order:
-- environment (variables and store of a launcher), attempt (ranks that are started again), devices (GPUs or CPU
-  processes), torch_settings;
+- environment (variables and store of a launcher), attempt (ranks that are started again), start_exchange (errors and
+  decisions of all ranks before they have process groups), devices (GPUs or CPU processes), torch_settings;
 - worker processes: loopback (where they meet), fork_server with __main__ and preload, shared_memory and ipc (messages),
   worker (one rank's process), replies (waits for workers), interrupt (Ctrl-C), pool (all workers);
 - ranks without workers: spmd (this process is a rank), model_groups (process groups of several models), failure_watch

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import psutil
 import torch
 
 from autopar.errors import UsageError
@@ -17,6 +21,15 @@ from autopar.runtime.launch.environment import Launched, launched, starts_once
 # Cost model by a substring of the CUDA device name.
 DEVICE_COST_MODELS = {"H200": "h200-nvlink", "H100": "h100-nvlink", "A100": "a100-nvlink", "4090": "rtx4090-pcie"}
 DEFAULT_GPU_COST_MODEL = "a100-nvlink"
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """Name of a rank's device and its memory in byte; CPU processes share their host's memory equally."""
+
+    name: str
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -41,10 +54,17 @@ class Machine:
         # A launcher may make only one GPU visible to each process (srun --gpus-per-task=1).
         return f"cuda:{self.launched.local_rank if torch.cuda.device_count() > 1 else 0}"
 
+    def rank_device(self, rank: int, devices: int) -> RankDevice:
+        """Device of a rank; under a launcher, of this process's rank."""
+        if self.device_type == "cpu":
+            return RankDevice(cpu_name(), psutil.virtual_memory().total // self.local_devices(devices))
+        properties = torch.cuda.get_device_properties(self.device_of(rank))
+        return RankDevice(properties.name, properties.total_memory)
+
     def limit_threads(self) -> None:
         """Divide this host's processors among its processes. torchrun does the same, srun leaves it to the program."""
-        if self.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(torch.get_num_threads(), self.num_threads))
+        if self.device_type == "cpu":
+            torch.set_num_threads(self.num_threads)
 
     def described(self, hardware: Hardware) -> Hardware:
         """Cost model with this run's nodes: the number of devices per node and the network between nodes."""
@@ -61,14 +81,14 @@ class Machine:
             )
         return replace(hardware, devices_per_node=self.launched.devices_per_node, network=network)
 
-    def warn_of_other_gpu(self, hardware: Hardware) -> None:
-        """Warn if a cost model describes another device than this process's GPU."""
+    def warn_of_other_gpus(self, hardware: Hardware, gpus: Iterable[str]) -> None:
+        """Warn if a cost model describes another device than one of these GPUs, the run's."""
         if self.device_type == "cpu":
             return
-        gpu = torch.cuda.get_device_name()
-        if not describes(hardware, gpu):
+        gpu = next((gpu for gpu in gpus if not describes(hardware, gpu)), None)
+        if gpu is not None:
             warnings.warn(
-                f"Cost model {hardware.name} describes {hardware.device}, and this is {gpu}: times and memory "
+                f"Cost model {hardware.name} describes {hardware.device}, and this run has {gpu}: times and memory "
                 "are predicted for the other. Measure this one with `autopar profile` and pass its file as hardware=.",
                 stacklevel=3,
             )
@@ -87,12 +107,8 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
         UsageError: too few GPUs, an unavailable backend, or a count that differs from the launcher's.
     """
     launch = launched()
-    if launch is not None and devices is not None and launch.world != devices:
-        flag = "--nproc-per-node" if launch.launcher == "torchrun" else "--ntasks"
-        raise UsageError(
-            f"devices={devices}, but {launch.launcher} started {plural(launch.world, 'process', 'es')}. "
-            f"Pass devices={launch.world} or {flag} {devices}."
-        )
+    if devices is not None:
+        check_world(launch, devices)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and gpus == 0:
         raise UsageError('backend="nccl" needs GPUs and there is none here. Leave it out to run on CPU over Gloo.')
@@ -100,7 +116,7 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
         warn_of_idle_nodes(devices)
     if gpus == 0 or backend == "gloo":
         processes = launch.local_world if launch else devices or 1
-        return Machine("gloo", "cpu", max(1, num_processors() // processes), launch)
+        return Machine("gloo", "cpu", rank_threads(processes, launch), launch)
     if devices is not None and launch is None and devices > gpus:
         raise UsageError(
             f"devices={devices}, but this machine has {plural(gpus, 'GPU')}. "
@@ -112,6 +128,36 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
             f'node has {gpus} GPUs. Start {gpus} processes per node, or pass backend="gloo" to try it on CPU.'
         )
     return Machine("nccl", "cuda", torch.get_num_threads(), launch)
+
+
+def check_world(launch: Launched | None, devices: int) -> None:
+    """Raise a UsageError if a launcher has started another number of processes than ``devices``."""
+    if launch is not None and launch.world != devices:
+        flag = "--nproc-per-node" if launch.launcher == "torchrun" else "--ntasks"
+        raise UsageError(
+            f"devices={devices}, but {launch.launcher} started {plural(launch.world, 'process', 'es')}. "
+            f"Pass devices={launch.world} or {flag} {devices}."
+        )
+
+
+def rank_threads(processes: int, launch: Launched | None) -> int:
+    """CPU threads of each of a host's processes: an equal share of its processors.
+
+    A launcher's process keeps a smaller number of its own, and the number in OMP_NUM_THREADS, which torchrun sets.
+    """
+    share = max(1, num_processors() // processes)
+    if launch is None:
+        return share
+    threads = torch.get_num_threads()
+    return threads if "OMP_NUM_THREADS" in os.environ else min(threads, share)
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's name from /proc/cpuinfo, or the instruction set that torch uses where that names none."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{torch.backends.cpu.get_cpu_capability()} CPU"
 
 
 def num_processors() -> int:

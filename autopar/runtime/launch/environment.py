@@ -46,7 +46,7 @@ class Launched:
 
     @property
     def devices_per_node(self) -> int:
-        """Number of ranks on the fullest node. It is equal on all ranks, since each rank plans for itself."""
+        """Number of ranks on the fullest node. It is equal on all ranks."""
         return -(-self.world // self.num_nodes)
 
 

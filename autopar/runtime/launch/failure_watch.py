@@ -21,6 +21,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from autopar.runtime.comm.protocols import TransportError
+from autopar.runtime.launch.attempt import read
 from autopar.runtime.spec import rank_text
 
 if TYPE_CHECKING:
@@ -36,6 +37,29 @@ PATIENT_SECONDS = 10.0
 GONE = "the process of the ranks' store is gone (rank 0 or the launcher)"
 # At the end of a process whose rank has failed: time for its GPU to finish, then time for Python to end.
 GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
+
+
+class StoreConnection:
+    """A second connection to the ranks' store, made again once it is lost.
+
+    While a thread waits for a key on the first one, other threads cannot use that.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store.clone()
+        self.store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+
+    def ask(self, question: Callable[[dist.Store], Any]) -> Any:
+        """Answer of the store; on a new connection if the connection was lost.
+
+        Raises:
+            RuntimeError: the process that serves the store is gone.
+        """
+        try:
+            return question(self.store)
+        except RuntimeError:
+            self.store = self.store.clone()
+            return question(self.store)
 
 
 class FailureWatcher:
@@ -54,9 +78,7 @@ class FailureWatcher:
             name: this rank in messages, such as ``rank 1 (stage 1)``.
             waits: whether this rank's GPU may wait for other ranks while no call runs.
         """
-        # A second connection: while one thread waits for a key, the connection blocks other threads.
-        self.store = store.clone()
-        self.store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+        self.connection = StoreConnection(store)
         self.key, self.name, self.waits = key, name, waits
         self.calls = 0  # number of calls begun plus number of calls ended: odd during a call
         self.failed = False
@@ -84,7 +106,7 @@ class FailureWatcher:
             self.failed = True
             with suppress(RuntimeError):  # the process that served the store is gone
                 text = f"{self.name} failed during {command}: {type(error).__name__}: {error}"
-                self.ask(lambda store: store.compare_set(self.key, "", text))
+                self.connection.ask(lambda store: store.compare_set(self.key, "", text))
             raise
         finally:
             self.calls += 1
@@ -101,24 +123,9 @@ class FailureWatcher:
     def published(self) -> str | None:
         """Reason that a rank has published; `GONE` if the store does not answer."""
         try:
-            for key in (self.key, UNCAUGHT):
-                if self.ask(lambda store, key=key: store.check([key])):
-                    return self.ask(lambda store, key=key: store.get(key)).decode()
+            return self.connection.ask(lambda store: read(store, self.key) or read(store, UNCAUGHT))
         except RuntimeError:
             return GONE
-        return None
-
-    def ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """Answer of the store; on a new connection if the connection was lost.
-
-        Raises:
-            RuntimeError: the process that serves the store is gone.
-        """
-        try:
-            return question(self.store)
-        except RuntimeError:
-            self.store = self.store.clone()
-            return question(self.store)
 
     def listen(self) -> None:
         """End the process if another rank has failed and therefore a call or the GPU's work cannot end."""

@@ -1,4 +1,4 @@
-"""Texts of what a launcher's ranks are given and must have alike: recipes, and arguments of calls."""
+"""Texts of what a launcher's ranks are given and must have alike, and their comparison: recipes, arguments of calls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.errors import UsageError
 from autopar.runtime.optim.param_groups import options_of
 from autopar.runtime.optim.probe import nested
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 
+MAX_NAMED = 4  # differences that an error lists
+SAME_ARGUMENTS = "Pass the same arguments to autopar.parallelize on every rank."
 IMPLEMENTATIONS = ("fused", "foreach", "capturable")  # options that ranks may choose by their own parameters
 
 
@@ -78,3 +81,30 @@ def value_text(value: Any) -> str:
 def name_of_type(value: Any) -> str:
     """Name of a value's type, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def check_agreement(texts: Sequence[Sequence[str]], rank: int, what: str, remedy: str) -> None:
+    """Compare what all ranks have.
+
+    Args:
+        texts: of each rank.
+        what: what the ranks do not do if their texts differ, for the message.
+
+    Raises:
+        UsageError: another rank's texts differ from this rank's; the message lists the differences.
+    """
+    other = next((number for number, words in enumerate(texts) if words != texts[rank]), None)
+    if other is not None:
+        mine, theirs = texts[rank], texts[other]
+        raise UsageError(
+            f"The {len(texts)} ranks do not {what}: rank {rank} has {only_in(mine, theirs)}; "
+            f"rank {other} has {only_in(theirs, mine)}. {remedy}"
+        )
+
+
+def only_in(words: Sequence[str], others: Sequence[str]) -> str:
+    """First few of the words that are not among ``others``, as one text."""
+    known = set(others)
+    unique = [word for word in words if word not in known]
+    more = f" and {len(unique) - MAX_NAMED} more" if len(unique) > MAX_NAMED else ""
+    return (", ".join(unique[:MAX_NAMED]) or "nothing else") + more

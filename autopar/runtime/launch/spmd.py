@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import re
 import threading
 import time
 import weakref
@@ -29,17 +28,11 @@ from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure, publish_uncaught
 from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.model_groups import DEFAULT_GROUP, DROPPED, close_dropped
-from autopar.runtime.launch.recipe_text import optimizer_texts, recipe_texts
+from autopar.runtime.launch.recipe_text import SAME_ARGUMENTS, check_agreement, optimizer_texts, recipe_texts
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.random_state import RandomState
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
-
-MAX_NAMED = 4  # differences that an error lists
-PLAN_ONCE = (
-    "Their models, arguments or machines differ. Plan once with `autopar plan … -o plan.json` and pass plan= on each."
-)
-SAME_ARGUMENTS = "Pass the same arguments to autopar.parallelize on every rank."
 
 MODELS = itertools.count()  # numbers of the models of this process, equal on all ranks, which separate their keys
 
@@ -76,16 +69,15 @@ class SpmdBackend:
     """
 
     def __init__(
-        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float, decision: str
+        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float
     ) -> None:
         """Join the process group (the caller's if there is one) and take parts of rank 0's weights.
 
         Args:
             tensors: whole weights by name, with equal names on all ranks.
-            decision: this rank's plan as text; the ranks must agree on it, since each plans for itself.
 
         Raises:
-            UsageError: the ranks' decisions or recipes differ, the caller's process group does not fit, or open models
+            UsageError: the ranks' recipes differ, the caller's process group does not fit, or open models
                 run over another backend.
         """
         self.failed: str | None = None
@@ -120,10 +112,8 @@ class SpmdBackend:
                 # Gloo for objects, also where NCCL carries the tensors.
                 self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 self.opened.callback(destroy_groups, [self.control])
-                plan = re.split("; |, ", decision)
-                plans, recipes, dropped = zip(*self.all_of((plan, recipe_texts(spec), list(DROPPED))))
+                recipes, dropped = zip(*self.all_of((recipe_texts(spec), list(DROPPED))))
                 close_dropped(dropped)
-                check_agreement(plans, spec.rank, "run the same plan", PLAN_ONCE)
                 check_agreement(recipes, spec.rank, "train alike", SAME_ARGUMENTS)
                 own = self.received(spec, tensors)
                 self.rank = connect_rank(spec, own, timeout_seconds, self.opened)
@@ -312,32 +302,6 @@ def check_open(ranks: InProcessBackend | SpmdBackend) -> None:
     """Raise a UsageError if a command has raised, or the ranks are closed."""
     if ranks.failed is not None:
         raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
-
-
-def check_agreement(texts: Sequence[Sequence[str]], rank: int, what: str, remedy: str) -> None:
-    """Compare what all ranks have.
-
-    Args:
-        texts: of each rank.
-        what: what the ranks do not do if their texts differ, for the message.
-
-    Raises:
-        UsageError: another rank's texts differ from this rank's; the message lists the differences.
-    """
-    other = next((number for number, words in enumerate(texts) if words != texts[rank]), None)
-    if other is not None:
-        mine, theirs = texts[rank], texts[other]
-        raise UsageError(
-            f"The {len(texts)} ranks do not {what}: rank {rank} has {only_in(mine, theirs)}; "
-            f"rank {other} has {only_in(theirs, mine)}. {remedy}"
-        )
-
-
-def only_in(words: Sequence[str], others: Sequence[str]) -> str:
-    """First few of the words that are not among ``others``, as one text."""
-    unique = [word for word in words if word not in others]
-    more = f" and {len(unique) - MAX_NAMED} more" if len(unique) > MAX_NAMED else ""
-    return (", ".join(unique[:MAX_NAMED]) or "nothing else") + more
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:

@@ -20,7 +20,7 @@ from support.faults import free_port
 
 from autopar import UsageError, WorkerError
 from autopar.cost.hardware.load import load_hardware
-from autopar.runtime.launch.devices import Machine, this_machine
+from autopar.runtime.launch.devices import Machine, rank_threads, this_machine
 from autopar.runtime.launch.environment import Launched, launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher
 
@@ -113,6 +113,25 @@ def test_a_plan_knows_the_nodes(environ: Any) -> None:
     assert cpu.link is not None and cpu.collective is not None
     assert here.transfer_seconds(0, 0, 2) == max(cpu.link.latency_seconds, cpu.collective.latency_seconds)
     assert Machine("gloo", "cpu", 1, None).described(cpu) is cpu
+
+
+@pytest.mark.parametrize(
+    ("launch", "variables", "own", "threads"),
+    [
+        (None, {}, 1, 4),
+        (Launched(0, 2, 0, 2), {}, 8, 4),
+        (Launched(0, 2, 0, 2), {}, 1, 1),  # the caller has chosen fewer
+        (Launched(0, 2, 0, 2), {"OMP_NUM_THREADS": "6"}, 6, 6),
+    ],
+)
+def test_threads_of_a_rank(
+    environ: Any, monkeypatch: pytest.MonkeyPatch, launch: Launched | None, variables: Any, own: int, threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    environ(variables)
+    monkeypatch.setattr("autopar.runtime.launch.devices.num_processors", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: own)
+    assert rank_threads(2, launch) == threads
 
 
 def test_gpus_of_a_rank(environ: Any, monkeypatch: pytest.MonkeyPatch) -> None:

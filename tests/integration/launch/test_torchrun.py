@@ -241,15 +241,17 @@ def test_ranks_that_share_operations_need_the_same_samples(tmp_path: Path) -> No
 DISAGREEING = """
 import os, torch, autopar
 from torch import nn
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-autopar.parallelize(model, 2, torch.randn(8, 8), microbatches=2 if os.environ["RANK"] == "0" else 4)
+from support.handmade import plan_by_hand
+model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 8)
+plan = plan_by_hand(model, x, 2 if os.environ["RANK"] == "0" else 4, ["2.linear"])
+autopar.parallelize(model, 2, x, plan=plan)
 """
 
 
-def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
+def test_ranks_that_are_given_different_plans_are_told(tmp_path: Path) -> None:
     done = run_on_two(tmp_path, DISAGREEING)
     assert done.returncode != 0
-    said = "The 2 ranks do not run the same plan: rank 0 has 2 microbatches; rank 1 has 4 microbatches. Their models"
+    said = "The 2 ranks do not run the same plan: rank 0 has 2 microbatches; rank 1 has 4 microbatches. Pass the same"
     assert said in done.stderr, done.stderr[-3000:]
 
 

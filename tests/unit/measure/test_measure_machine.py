@@ -500,14 +500,11 @@ def test_the_way_that_a_run_will_use(options: Options, device_type: str, way: Ex
 
 
 @pytest.mark.parametrize(("gpu", "warned"), [("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", True), ("Toy", True)])
-def test_another_gpu_than_the_cost_models(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, gpu: str, warned: bool
-) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu)
-    hardware = load_hardware("h200-nvlink")
+def test_another_gpu_than_the_cost_models(recwarn: pytest.WarningsRecorder, gpu: str, warned: bool) -> None:
+    hardware, gpus = load_hardware("h200-nvlink"), ["NVIDIA H200", gpu]
     if warned:
-        with pytest.warns(UserWarning, match=f"describes {hardware.device}, and this is {gpu}"):
-            Machine("nccl", "cuda", 1, None).warn_of_other_gpu(hardware)
+        with pytest.warns(UserWarning, match=f"describes {hardware.device}, and this run has {gpu}"):
+            Machine("nccl", "cuda", 1, None).warn_of_other_gpus(hardware, gpus)
     else:
-        Machine("nccl", "cuda", 1, None).warn_of_other_gpu(hardware)
+        Machine("nccl", "cuda", 1, None).warn_of_other_gpus(hardware, gpus)
         assert len(recwarn) == 0

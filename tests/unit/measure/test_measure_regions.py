@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.layers import FILES, PACKAGE, imports, module_name
 from support.measured import images, plan, vit
 from torch import nn
 
@@ -29,6 +31,7 @@ from autopar.measure.device import region_setting
 from autopar.measure.regions import region_times as making
 from autopar.measure.regions.cache import RegionTimes, TimesCache
 from autopar.measure.regions.region_times import RegionTimer, region_timer_for
+from autopar.measure.regions.source import SOURCES, source_digest, source_files
 from autopar.measure.regions.timed_regions import timed_regions
 from autopar.measure.regions.timing import RegionRun, time_region
 from autopar.tools.explain.why_not import Query, ReplanContext, answers
@@ -157,6 +160,56 @@ def test_what_was_measured_is_known_in_its_setting_alone(tmp_path: Path) -> None
     for other in (replace(setting, **change) for change in unlike):
         assert TimesCache(tmp_path, other.text).is_empty
     assert f"device: {setting.device}" in (cache.folder / "setting.txt").read_text()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of autopar's sources."""
+    return shutil.copytree(PACKAGE, tmp_path / "autopar", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_code_that_makes_or_times_regions_is_in_the_key(package: Path) -> None:
+    digest = source_digest.__wrapped__
+    before = digest(package)
+    assert region_setting("cpu", ExecutionMode(), 2).source == before == source_digest()
+    for name in ("tools/cli/app.py", "solve/search.py", "cost/ops/op_cost.py", "runtime/rank.py", "ir/plan.py"):
+        (package / name).write_text("# other\n")
+        assert digest(package) == before, name
+    for name in (
+        "codegen/emit.py", "ops/kernels/philox.py", "trace/passes/autocast.py", "sharding/table.py",
+        "measure/regions/timing.py", "measure/timer.py", "runtime/params/grad_buffer.py", "ir/layout.py",
+    ):  # fmt: skip
+        with (package / name).open("a") as file:
+            file.write("\n")
+        assert digest(package) != before, name
+        before = digest(package)
+    (package / "codegen" / "emit.py").rename(package / "codegen" / "emitted.py")
+    assert digest(package) != before
+
+
+# Modules that a worker imports and whose code changes no time: names, prices and errors; the start of processes; and
+# collectives, of which a `NullCommunicator` takes the place.
+NO_MATTER = {
+    "autopar.errors",
+    *(f"autopar.ir.{name}" for name in ("comm_sizes", "cost_graph", "grad_buckets", "hardware", "names")),
+    "autopar.measure.workers",
+    "autopar.runtime.launch.loopback",
+    *(f"autopar.runtime.comm.{name}" for name in ("protocols", "replica_collectives", "symmetric_collectives")),
+    "autopar.runtime.comm.symmetric_p2p",
+}
+
+
+def test_all_that_a_worker_imports_is_in_the_key() -> None:
+    assert all((PACKAGE / name).exists() for name in SOURCES)
+    counted = {module_name(path) for path in source_files(PACKAGE)}
+    modules = {module_name(path): path for path in FILES}
+    reached, front = set[str](), {"autopar.measure.regions.worker"}
+    while front:
+        reached |= front
+        names = {name for module in front for name in imports(modules[module])}
+        front = (names | {name.rpartition(".")[0] for name in names}).intersection(modules) - reached - {"autopar"}
+    packages = {module for module in reached if modules[module].stem == "__init__"}
+    assert reached - counted - packages == NO_MATTER
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[]", '{"forward_seconds": -1.0, "backward_seconds": 0.0, "spread": 0.0}'])
@@ -308,12 +361,21 @@ def test_a_device_that_is_not_here() -> None:
     assert plan(cost="auto", hardware="h200-nvlink").hardware.cost == "analytic"
 
 
-def test_ranks_of_a_launcher_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+def test_a_launchers_ranks_measure_as_many_processes_as_share_a_host(
+    timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan(cost="measured", dp=2).hardware.cost == "measured"
+    launcher = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    for name, number in launcher.items():
         monkeypatch.setenv(name, number)
-    with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*--cost measured -o plan\.json"):
-        region_timer_for("measured", CPU, 2, None)
-    assert region_timer_for("auto", CPU, 2, None) is None
+    for module in ("autopar.runtime.launch.devices", "autopar.measure.device"):
+        monkeypatch.setattr(f"{module}.num_processors", lambda: 6)
+    timer = region_timer_for("measured", CPU, 4, None)
+    assert timer is not None and (timer.setting.processes, timer.setting.threads) == (2, torch.get_num_threads())
+    # Processes that call autopar.plan do so each by itself.
+    with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*parallelize, .* -o plan\.json"):
+        plan(cost="measured", dp=2)
+    assert plan(cost="auto", dp=2).hardware.cost == "analytic"
 
 
 # -- what else reads plans -------------------------------------------------------------------------------------------

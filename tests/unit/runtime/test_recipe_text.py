@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.errors import UsageError
-from autopar.runtime.launch.recipe_text import call_text, value_text
-from autopar.runtime.launch.spmd import check_agreement
+from autopar.runtime.launch.recipe_text import call_text, check_agreement, value_text
 
 
 @pytest.mark.parametrize(
