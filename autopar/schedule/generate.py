@@ -179,7 +179,7 @@ def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int 
     return spec.max_in_flight(rank, pp, microbatches, chunks)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def in_flight_profiles(
     name: str, rank: int, pp: int, microbatches: int, chunks: int = 1
 ) -> tuple[tuple[int, ...], ...]:

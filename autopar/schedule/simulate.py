@@ -128,7 +128,7 @@ def run_actions(
     return max(free, default=0.0)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def generated_in_run_order(
     schedule: str, pp: int, microbatches: int, chunks: int, skips: tuple[tuple[int, int], ...]
 ) -> tuple[TimedAction, ...]:

@@ -50,7 +50,7 @@ class StageIntervals:
     @cached_property
     def standing_bytes(self) -> Matrix:
         """Bytes that do not depend on the microbatches in flight."""
-        held = self.costs.weight_bytes + self.costs.transient_bytes
+        held = self.costs.weight_bytes + self.costs.working.floor
         if "tp" in self.problem.peers:
             held = held + self.costs.symmetric_bytes
         return held + self.problem.places * self.costs.incoming_bytes if self.problem.places else held
@@ -61,8 +61,8 @@ class StageIntervals:
     def memory_bytes(self, stage: int) -> Matrix:
         """Bytes of every interval on a stage; infinite where forbidden. The capacity is not applied.
 
-        Error: low by messages that the fullest rank has more of, and by gradients that several stages send for one
-            tensor.
+        Error: low by gradients that wait for their bucket or have come in a step's one backward, by messages that the
+            fullest rank has more of, and by gradients that several stages send for one tensor.
         """
         held = self.standing_bytes + self.problem.in_flight[stage] * self.held_bytes + self.problem.fixed_bytes(stage)
         return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)

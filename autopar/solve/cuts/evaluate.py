@@ -241,7 +241,7 @@ def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buf
         saved_bytes=int(of.saved_bytes[at]),
         received_bytes=int(of.received_bytes[begin]) if stage else 0,
         sent_bytes=0 if last else int(of.sent_bytes[end]),
-        transient_bytes=int(of.transient_bytes[at]),
+        transient_bytes=of.working.num_bytes(begin, end),
         buffer_bytes=num_buffered,
         in_flight=problem.in_flight[stage],
         recomputed=problem.recompute == "all",

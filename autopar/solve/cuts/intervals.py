@@ -65,7 +65,7 @@ class Intervals:
     num_buckets: Matrix
     weight_bytes: Matrix
     saved_bytes: Matrix
-    transient_bytes: Matrix
+    working: WorkingSets
     symmetric_bytes: Matrix
     received_bytes: Vector
     sent_bytes: Vector
@@ -118,7 +118,14 @@ def make_intervals(problem: CutProblem) -> Intervals:
         num_buckets=weights("num_buckets"),
         weight_bytes=interval_sums(size, ((problem.standing_bytes(w), w.groups) for w in cost.weights)),
         saved_bytes=saved - received_too,
-        transient_bytes=working_matrix(problem, saved),
+        working=WorkingSets(
+            problem,
+            saved,
+            working_floor(cost, saved),
+            np.array([group.transient_bytes for group in cost.groups], float),
+            interval_sums(size, ((w.flattened_grad_bytes, w.groups) for w in cost.weights)),
+            {},
+        ),
         symmetric_bytes=running_max([group.symmetric_buffer_bytes for group in cost.groups]),
         received_bytes=problem.kept_received * forward,
         sent_bytes=sent,
@@ -162,33 +169,59 @@ def running_max(values: Sequence[int]) -> Matrix:
     return found
 
 
-def working_matrix(problem: CutProblem, saved: Matrix) -> Matrix:
-    """Working set of every interval, as `autopar.solve.cuts.memory.working_bytes` defines it.
+def working_floor(cost: CostGraph, saved: Matrix) -> Matrix:
+    """Working set of every interval without pending gradients.
+
+    Args:
+        saved: bytes that each interval saves for the backward of a microbatch.
+    """
+    size = len(cost.groups)
+    working, found = np.zeros(size + 1), running_max([group.workspace_bytes for group in cost.groups])
+    for j, group in enumerate(cost.groups):
+        more = saved[j + 1, : j + 1] - saved[j, : j + 1]
+        working[: j + 1] = np.maximum(working[: j + 1] - more, group.transient_bytes)
+        found[j + 1, : j + 1] = np.maximum(found[j + 1, : j + 1], working[: j + 1])
+    return found
+
+
+@dataclass(frozen=True)
+class WorkingSets:
+    """Working set of single intervals, as `autopar.solve.cuts.memory.working_bytes` defines it.
 
     A backward of the interval up to j runs the groups k = j − 1 … i. Group k needs its own transient bytes and the
     gradients that are pending. The activations saved by later groups are freed: saved[j, i] − saved[k + 1, i].
 
     Args:
-        saved: bytes that each interval saves for the backward of a microbatch.
+        saved: bytes that each interval saves for the backward of a microbatch. floor: of `working_floor`.
     """
-    cost, size = problem.cost, len(problem.cost.groups)
-    transient = np.array([group.transient_bytes for group in cost.groups], dtype=float)
-    flattened = interval_sums(size, ((w.flattened_grad_bytes, w.groups) for w in cost.weights))
-    before_start = np.tri(size, size, -1, dtype=bool).T  # group k lies before the interval's first group i
-    running = np.where(before_start, -np.inf, transient[:, None] + saved[1:, :size])  # group k runs
-    gone = np.where(before_start, -np.inf, saved[:size, :size])  # its gradients have come, its activations are freed
-    trained = [weight for weight in cost.weights if weight.gradient_bytes]
-    found = running_max([group.workspace_bytes for group in cost.groups])
-    for j in range(1, size + 1):
-        arriving: list[list[ResidentTensor]] = [[] for _ in range(j)]
-        for weight in trained:
-            if inside := [g for g in weight.groups if g < j]:
-                arriving[j - 1 - inside[-1]].append(weight)
-        pending = pending_gradients(problem, arriving)
-        before, arrived, rest = (np.array(x[::-1], float) for x in (pending.before, pending.arrived, pending.after))
-        most = (running[:j, :j] + before[:, None]).max(axis=0)
-        most = np.maximum(most, (gone[:j, :j] + arrived[:, None]).max(axis=0))
-        packed = flattened[j, :j] + (0.0 if problem.has_buckets else rest)
-        most = np.maximum(most, np.maximum(rest, packed))
-        found[j, :j] = np.maximum(found[j, :j], most - saved[j, :j])
-    return found
+
+    problem: CutProblem
+    saved: Matrix
+    floor: Matrix
+    transient: Vector
+    flattened: Matrix
+    pending: dict[int, tuple[Vector, Vector, Vector]]
+
+    def num_bytes(self, begin: int, end: int) -> int:
+        """Working set of the groups ``begin`` … ``end`` − 1."""
+        before, arrived, after = self.pending_before(end)
+        saved, inside = self.saved[:, begin], slice(begin, end)
+        left = after[begin]
+        packed = self.flattened[end, begin] + (0.0 if self.problem.has_buckets else left)
+        running = (self.transient[inside] + before[inside] + saved[begin + 1 : end + 1]).max()
+        most = max(running, (arrived[inside] + saved[inside]).max(), left, packed) - saved[end]
+        return int(max(self.floor[end, begin], most))
+
+    def pending_before(self, end: int) -> tuple[Vector, Vector, Vector]:
+        """Pending gradients of a backward that begins with the group before ``end``, by group; see
+        `PendingGradients`."""
+        if end not in self.pending:
+            arriving: list[list[ResidentTensor]] = [[] for _ in range(end)]
+            for weight in self.problem.cost.weights:
+                inside = [g for g in weight.groups if g < end] if weight.gradient_bytes else []
+                if inside:
+                    arriving[end - 1 - inside[-1]].append(weight)
+            found = pending_gradients(self.problem, arriving)
+            before, arrived, after = (np.array(x[::-1], float) for x in (found.before, found.arrived, found.after))
+            self.pending[end] = before, np.where(arrived > 0, arrived, -np.inf), after
+        return self.pending[end]
