@@ -30,7 +30,7 @@ from math import prod
 
 from autopar.ir.comm_sizes import round_up
 from autopar.ir.graph import DTYPE_BYTES, Op
-from autopar.ir.hardware import CollectiveKind
+from autopar.ir.network import CollectiveKind
 from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # Elements of each rank's buffer, from the elements of the whole tensor and the number of ranks.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import Op
-from autopar.ir.hardware import CollectiveKind
 from autopar.ir.layout import REPLICATED, Layout, Split, broadcast_layout, partial_layout
+from autopar.ir.network import CollectiveKind
 
 # Operator of `autopar.ops.collectives` -> collective for the tensor, for its gradient, and for a partial gradient.
 COLLECTIVES: dict[str, tuple[CollectiveKind | None, CollectiveKind | None, CollectiveKind | None]] = {

@@ -9,8 +9,9 @@ from math import ceil
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
-from autopar.ir.hardware import CollectiveKind, Hardware
+from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.network import CollectiveKind
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,29 @@ class Table:
         if key not in self.data:
             raise self.fail(key, f"is missing; it must be {what}.")
         value = self.data[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self.fail(key, f"is {value!r}; it must be {what}.")
         return value
+
+    def has(self, key: str) -> bool:
+        """Whether a field that may be left out is there."""
+        self.seen.add(key)
+        return key in self.data
 
     def text(self, key: str) -> str:
         """The value of a text field."""
         return self.get(key, str, "a text")
+
+    def flag(self, key: str) -> bool:
+        """The value of a field that is true or false."""
+        return self.get(key, bool, "true or false")
+
+    def whole(self, key: str, least: int) -> int:
+        """The value of a field that is a whole number of at least ``least``."""
+        value = self.get(key, int, "a whole number")
+        if value < least:
+            raise self.fail(key, f"is {value}; it must be at least {least}.")
+        return value
 
     def table(self, key: str) -> Table:
         """A table within this one."""

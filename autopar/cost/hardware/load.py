@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from autopar.cost.hardware.cost_file import Table
+from autopar.cost.hardware.network import read_link, read_link_ports, read_network, read_peer_access
 from autopar.errors import HardwareError, suggest
 from autopar.ir.hardware import (
     BANDS,
     COMPUTE_KINDS,
     DEVICE_TYPES,
     DTYPES,
-    CollectiveKind,
     Efficiency,
     Hardware,
     Launch,
     LaunchKind,
     Link,
 )
+from autopar.ir.network import CollectiveKind
 
 Value = TypeVar("Value")
 # Contention of overlapped replica collectives on GPUs whose file has no measurement: unknown, which is not free.
@@ -93,14 +94,14 @@ def read_hardware(file: Table) -> Hardware:
     memory, peaks, launch, kinds, optimizer = (
         file.table(key) for key in ("memory", "peak_flops", "launch", "efficiency", "optimizer")
     )
-    devices_per_node = file.get("devices_per_node", int, "a whole number of devices")
-    if devices_per_node < 1:
-        raise file.fail("devices_per_node", f"is {devices_per_node}; it must be at least 1.")
+    devices_per_node = file.whole("devices_per_node", 1)
     device_type = file.text("device_type")
     if device_type not in DEVICE_TYPES:
         raise file.fail("device_type", f"is {device_type!r}; it is one of {', '.join(DEVICE_TYPES)}.")
     alone = devices_per_node == 1  # such a machine needs no links
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
+    link = None if alone and "link" not in file.data else file.table("link")
+    network = None if "network" not in file.data else file.table("network")
     collective = None if alone and "collective" not in file.data else file.table("collective")
     bands = read_whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
     overlap = read_whole(read_overlap, file.table("overlap")) if "overlap" in file.data else Overlap()
@@ -125,9 +126,11 @@ def read_hardware(file: Table) -> Hardware:
         memory_half_bytes=memory.number("half", "bytes", zero=True),
         optimizer_bytes_per_second=optimizer.number("bandwidth", "bytes per second"),
         devices_per_node=devices_per_node,
-        link=None if alone and "link" not in file.data else read_whole(read_link, file.table("link")),
+        link=None if link is None else read_link(link),
+        link_ports=inf if link is None else read_link_ports(link),
+        peer_access=link is None or read_peer_access(link),
         link_name=file.text("link_name"),
-        network=read_whole(read_link, file.table("network")) if "network" in file.data else None,
+        network=None if network is None else read_network(network),
         collective=None if collective is None else read_link(collective),
         dtype_efficiency={
             (kind, dtype): read_whole(read_efficiency, table.table(dtype))
@@ -142,6 +145,12 @@ def read_hardware(file: Table) -> Hardware:
         error=0.0,
         measured_error=0.0,
     )
+    if network is not None and hardware.network is not None and devices_per_node < hardware.network.ports < inf:
+        raise network.fail(
+            "ports",
+            f"is {hardware.network.ports}; a node has {devices_per_node} devices, each of which uses one port at most. "
+            "Describe the ports of one device as one port.",
+        )
     if "raw" in file.data:
         file.table("raw")  # measurements behind the constants: for people and for the test that refits them
     for table in (
@@ -151,7 +160,7 @@ def read_hardware(file: Table) -> Hardware:
         kinds,
         optimizer,
         *tables.values(),
-        *([collective] if collective else ()),
+        *(table for table in (link, network, collective) if table is not None),
         file,
     ):
         table.finish()
@@ -213,11 +222,6 @@ def read_overlap(table: Table) -> Overlap:
         latency = table.number("replica_latency", "seconds", zero=True)
         contention = Link(latency, table.number("replica_bandwidth", "bytes per second"))
     return Overlap(contention, table.number("layers", "share") if "layers" in table.data else 0.0)
-
-
-def read_link(table: Table) -> Link:
-    """Latency and bandwidth of a link."""
-    return Link(table.number("latency", "seconds", zero=True), table.number("bandwidth", "bytes per second"))
 
 
 def read_groups(table: Table) -> Mapping[tuple[str, int], Link]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autopar.ops.registry  # noqa: F401  (it imports all that define operators)
-from autopar.ir.hardware import CollectiveKind
+from autopar.ir.network import CollectiveKind
 from autopar.measure.machine.cases import Case
 from autopar.measure.machine.points import OpCounts
 from autopar.measure.timer import Workload

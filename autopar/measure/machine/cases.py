@@ -9,7 +9,8 @@ from itertools import product
 from typing import Literal, get_args
 
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
-from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind, OpKind
+from autopar.ir.hardware import COMPUTE_KINDS, LaunchKind, OpKind
+from autopar.ir.network import CollectiveKind
 
 PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | OpKind | CollectiveKind
 Fusion = Literal["", "unfused", "fused"]  # a linear layer and its collective: two operators, or one

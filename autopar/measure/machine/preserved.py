@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,25 @@ from typing import Any
 from autopar.cost.hardware.cost_file import Table
 from autopar.cost.hardware.load import (
     read_calibration,
-    read_link,
     read_overlap,
     read_reserve,
     read_whole,
     with_current_names,
 )
+from autopar.cost.hardware.network import read_network
 from autopar.errors import HardwareError
 
-READERS = {"reserve": read_reserve, "overlap": read_overlap, "network": read_link, "calibration": read_calibration}
+LINK_FIELDS = ("ports", "peer_access")  # of [link]
+READERS = {"reserve": read_reserve, "overlap": read_overlap, "network": read_network, "calibration": read_calibration}
 
 
 @dataclass(frozen=True)
 class PreservedSections:
-    """Names of the machine and of its links, devices per node, and tables that are not measured, by name."""
+    """Names of the machine and of its links, devices per node, and tables that are not measured.
+
+    Args:
+        tables: fields by the table's path in the file, such as ``network.leaf``.
+    """
 
     name: str = ""
     link_name: str = ""
@@ -36,13 +41,13 @@ class PreservedSections:
         """These sections without numbers that were measured after all.
 
         Args:
-            measured: (table, key) of each measured number.
+            measured: path of each measured number.
         """
         remaining = {
-            table: {key: entry for key, entry in numbers.items() if (table, key) not in measured}
-            for table, numbers in self.tables.items()
+            table: {key: entry for key, entry in fields.items() if (*table.split("."), key) not in measured}
+            for table, fields in self.tables.items()
         }
-        return replace(self, tables={table: numbers for table, numbers in remaining.items() if numbers})
+        return replace(self, tables={table: fields for table, fields in remaining.items() if fields})
 
 
 def preserved_sections(path: Path, device_type: str) -> PreservedSections:
@@ -63,16 +68,26 @@ def preserved_sections(path: Path, device_type: str) -> PreservedSections:
     names = [name for name in READERS if name in data]
     for name in names:
         read_whole(READERS[name], file.table(name))
-    devices_per_node = file.get("devices_per_node", int, "a whole number of devices")
+    link = {key: value for key, value in data.get("link", {}).items() if key in LINK_FIELDS}
+    tables = {path: fields for name in names for path, fields in flat_tables(name, data[name])}
     return PreservedSections(
-        file.text("name"), file.text("link_name"), devices_per_node, {name: data[name] for name in names}
+        file.text("name"),
+        file.text("link_name"),
+        file.whole("devices_per_node", 1),
+        ({"link": link} if link else {}) | tables,
     )
 
 
-def number_text(entry: Mapping[str, Any]) -> str:
-    """A TOML inline table with a number's value, unit, error, source and date."""
-    texts = (
-        f"{key} = {json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else value}"
-        for key, value in entry.items()
-    )
-    return f"{{ {', '.join(texts)} }}"
+def flat_tables(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Path and fields of a table and of the tables within it; a number with unit and source is a field."""
+    inner = {key: value for key, value in table.items() if isinstance(value, dict) and "value" not in value}
+    yield path, {key: value for key, value in table.items() if key not in inner}
+    for key, value in inner.items():
+        yield from flat_tables(f"{path}.{key}", value)
+
+
+def field_text(entry: Any) -> str:
+    """A field in TOML: a number with unit, error, source and date as an inline table, or a plain value."""
+    if not isinstance(entry, dict):
+        return json.dumps(entry, ensure_ascii=False) if isinstance(entry, str | int | float) else str(entry)
+    return f"{{ {', '.join(f'{key} = {field_text(value)}' for key, value in entry.items())} }}"

@@ -15,7 +15,7 @@ from autopar.ir.units import plural
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.fit_constants import Constant, fit
 from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
-from autopar.measure.machine.preserved import PreservedSections, number_text
+from autopar.measure.machine.preserved import PreservedSections, field_text
 
 # Units from small to large. A value is written in the last unit in which it is at least 1, else in the first.
 FILE_UNITS: Mapping[str, Sequence[str]] = {
@@ -66,8 +66,9 @@ def cost_model_text(
     for constant in sorted(constants, key=lambda c: TABLE_ORDER.index(c.path[0])):
         *table, key = constant.path
         tables.setdefault(".".join(table), {})[key] = constant_text(constant, setting, day)
-    for table, numbers in preserved.tables.items():
-        tables.setdefault(table, {}).update((key, number_text(number)) for key, number in numbers.items())
+    for table, fields in preserved.tables.items():
+        if table != "link" or not alone:
+            tables.setdefault(table, {}).update((key, field_text(value)) for key, value in fields.items())
     for table, entries in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {text}" for key, text in entries.items())]
     lines += [

@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from autopar.errors import UsageError
-from autopar.ir.hardware import Hardware, Link
+from autopar.ir.hardware import Hardware
+from autopar.ir.network import Network, Port
 from autopar.ir.units import plural
 from autopar.runtime.launch.environment import Launched, launched, starts_once
 
@@ -73,7 +74,7 @@ class Machine:
         network = hardware.network
         inside = [link for link in (hardware.link, hardware.collective) if link is not None]
         if network is None and inside:
-            network = Link(max(i.latency_seconds for i in inside), min(i.bytes_per_second for i in inside))
+            network = Network(Port(max(i.latency_seconds for i in inside), min(i.bytes_per_second for i in inside)))
             warnings.warn(
                 f"Cost model {hardware.name} has no network: links between the {self.launched.num_nodes} nodes are "
                 "priced like those inside one. Pass hardware= with a [network] table.",

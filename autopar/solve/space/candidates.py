@@ -236,12 +236,9 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
 
 
 def peers(setting: Setting, mesh: Mesh) -> frozenset[Axis]:
-    """Mesh axes whose ranks reach each other's memory: on GPUs, of one node, where they may.
-
-    Error: that GPUs of a node can is taken for granted; those of some machines without NVLink cannot.
-    """
+    """Mesh axes whose ranks reach each other's memory: on GPUs of one node that have peer access, where they may."""
     hardware = setting.hardware
-    if not setting.constraints.peer_memory or hardware.device_type != "cuda":
+    if not (setting.constraints.peer_memory and hardware.peer_access and hardware.device_type == "cuda"):
         return frozenset()
     spans: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.tp * mesh.dp, "pp": mesh.devices}
     sizes: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.dp, "pp": mesh.pp}

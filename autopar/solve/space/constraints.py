@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -89,21 +90,28 @@ def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> Link:
     """The slowest link from a rank of one stage to its partner on another: the same replica and shard. Between two
     stages of one rank it takes no time.
 
+    Ranks of a node whose stages lie equally far apart send at the same time, and share what their node has.
+
     Raises:
         HardwareError: partners are on different nodes and the machine has no network.
     """
-    src, dst, width = src % mesh.pp, dst % mesh.pp, mesh.tp * mesh.dp
+    src, dst, width, per_node = src % mesh.pp, dst % mesh.pp, mesh.tp * mesh.dp, hardware.devices_per_node
     if src == dst:
         return Link(0.0, float("inf"))
     # Where a stage fills a node or more, all partners are on other nodes.
-    links = [_link(hardware, src * width + i, dst * width + i) for i in range(min(width, hardware.devices_per_node))]
+    ranks, distance = range(src * width, src * width + min(width, per_node)), (dst - src) * width
+    nodes = {rank // per_node for rank in ranks}
+    senders = Counter(
+        (node, (rank + distance) // per_node == node)
+        for node in nodes
+        for rank in range(node * per_node, (node + 1) * per_node)
+        if 0 <= rank + distance < mesh.devices
+    )
+    links = [
+        hardware.message_link(r, r + distance, senders[r // per_node, (r + distance) // per_node == r // per_node])
+        for r in ranks
+    ]
     return max(links, key=lambda link: link.seconds(TYPICAL_BYTES))
-
-
-def _link(hardware: Hardware, src_rank: int, dst_rank: int) -> Link:
-    """Link between two ranks that explains the machine's transfer time between them."""
-    latency = hardware.transfer_seconds(0, src_rank, dst_rank)
-    return Link(latency, BULK_BYTES / (hardware.transfer_seconds(BULK_BYTES, src_rank, dst_rank) - latency))
 
 
 def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Link, ...]:
@@ -111,8 +119,7 @@ def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Lin
     return tuple(hop_link(hardware, mesh, s, s + 1) for s in range(mesh.pp * chunks - 1))
 
 
-# Large enough for a bandwidth to be read off the machine's own transfer time; and a message as stages send them.
-BULK_BYTES, TYPICAL_BYTES = 2**40, 2**22
+TYPICAL_BYTES = 2**22  # of a message as stages send them
 
 
 def pinned_groups(cost: CostGraph, graph: Graph, pins: Mapping[str, int], stages: int) -> Mapping[int, int]:

@@ -11,6 +11,7 @@ import pytest
 from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
 from autopar.errors import HardwareError
 from autopar.ir.hardware import Efficiency, ExecutionMode, Hardware, Launch, Link
+from autopar.ir.network import Network, Port
 
 CPU = (cost_model_dir() / "cpu-generic.toml").read_text()
 MACHINE = Hardware(
@@ -28,7 +29,7 @@ MACHINE = Hardware(
     devices_per_node=4,
     link=Link(1e-5, 1e10),
     link_name="wire",
-    network=Link(1e-4, 1e9),
+    network=Network(Port(1e-4, 1e9)),
     collective=Link(2e-5, 1e8),
     error=0.1,
     measured_error=0.1,
@@ -130,7 +131,7 @@ def test_transfer_without_a_network():
         ("all-to-all", 4, 1, 2e-5 + 3 / 16 * 1e-2),
         ("all-reduce", 2, 3, 2e-5 + 1e-2),  # ranks 0 and 3 of a node of 4
         ("all-reduce", 2, 4, 1e-4 + 1e-3),  # ranks 0 and 4 are on two
-        ("all-gather", 8, 1, 1e-4 + 7 / 8 * 1e-3),
+        ("all-gather", 8, 1, 1e-4 + 7 / 8 * 1e-2),  # the links inside are slower than four ports
         ("all-reduce", 1, 8, 0.0),
     ],
 )
@@ -291,11 +292,15 @@ def test_the_way_of_running_decides_the_launch():
     assert seconds == [1e-6, 5e-7, 1e-7, 1e-7]
 
 
-@pytest.mark.parametrize(("ranks", "seconds"), [(2, 1.0), (3, 1.0), (4, 2.0), (7, 2.0)])
-def test_the_nearest_measured_group(ranks: int, seconds: float):
-    groups = {("all-gather", 2): Link(1.0, 1e9), ("all-gather", 4): Link(2.0, 1e9)}
-    machine = replace(MACHINE, devices_per_node=8, group_collective=groups)
-    assert machine.collective_seconds("all-gather", 0, ranks) == seconds
+@pytest.mark.parametrize(
+    ("ranks", "latency", "bandwidth"), [(2, 1.0, 1e9), (4, 2.0, 5e9), (8, 3.0, 9e9), (15, 4.0, 13e9), (31, 4.0, 13e9)]
+)
+def test_groups_between_measured_sizes(ranks: int, latency: float, bandwidth: float):
+    groups = {("all-gather", 2): Link(1.0, 1e9), ("all-gather", 15): Link(4.0, 13e9)}
+    groups["all-gather", 8] = Link(3.0, 9e9)
+    machine = replace(MACHINE, devices_per_node=32, group_collective=groups)
+    link = machine.group_link("all-gather", ranks, 1)
+    assert (link.latency_seconds, link.bytes_per_second) == (pytest.approx(latency), pytest.approx(bandwidth))
     assert machine.collective_seconds("all-reduce", 0, ranks) == 2e-5  # no group of it was measured
     machine = replace(machine, group_collective={("all-gather", 4): Link(2.0, 1e9)})
     assert machine.collective_seconds("all-gather", 0, 2) == 2.0

@@ -15,8 +15,9 @@ from autopar.cost.ops.op_cost import Pricing, op_costs
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import HardwareError
 from autopar.ir.graph import Graph, LocalDevice, Op
-from autopar.ir.hardware import Efficiency, Hardware, Launch, Link
+from autopar.ir.hardware import Efficiency, Hardware, Launch
 from autopar.ir.layout import broadcast_layout, split_layout
+from autopar.ir.network import Network, Port
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
@@ -327,7 +328,7 @@ def test_weights_alone_depend_on_the_replicas(case: str):
 
 
 def test_replicas_on_other_nodes_communicate_over_the_network():
-    machine = replace(MACHINE, network=Link(1e-2, 1e5))
+    machine = replace(MACHINE, network=Network(Port(1e-2, 1e5)))
     near, far = (price(MLP, graph_stats(MLP), machine, 2, Sharing(tp=tp, dp=2)).weights[0] for tp in (2, 4))
     assert near.reduce_seconds == pytest.approx((1e-3 + 256e-6) / 2)
     assert far.reduce_seconds == pytest.approx((1e-2 + 2560e-6) / 2)

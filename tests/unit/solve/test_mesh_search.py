@@ -10,8 +10,8 @@ import pytest
 from support.block_chains import GIB, MACHINE, blocks, listed, meshed, plan_for
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
-from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
+from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan, SolverInfo
 from autopar.solve.cuts.evaluate import RankCost, StageCost
 from autopar.solve.result.make_plan import Decision
@@ -205,7 +205,7 @@ def test_nodes_without_a_network_are_refused() -> None:
 
 
 def test_the_network_carries_what_leaves_a_node() -> None:
-    machine = replace(MACHINE, devices_per_node=2, network=Link(1e-3, 1e9))
+    machine = replace(MACHINE, devices_per_node=2, network=Network(Port(1e-3, 1e9)))
     links = boundary_links(machine, Mesh(4))
     assert [round(link.latency_seconds, 6) for link in links] == [1e-4, 1e-3, 1e-4]
     assert [link.bytes_per_second for link in links] == pytest.approx([1e11, 1e9, 1e11])

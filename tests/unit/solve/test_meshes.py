@@ -10,12 +10,12 @@ import pytest
 
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import HardwareError, UsageError
-from autopar.ir.hardware import Link
+from autopar.ir.network import Network, Port
 from autopar.solve.space.constraints import Constraints
 from autopar.solve.space.meshes import divisors, nearest, possible_meshes
 
 NODE = replace(load_hardware("h200-nvlink"), devices_per_node=4, network=None)
-CLUSTER = replace(NODE, network=Link(1e-5, 5e10))
+CLUSTER = replace(NODE, network=Network(Port(1e-5, 5e10)))
 
 
 def meshes(**asked: Any) -> tuple[list[str], dict[str, str]]:
