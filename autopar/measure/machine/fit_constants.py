@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cost.ops.kernel_shapes import BACKWARD, FORWARD
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
@@ -74,7 +75,7 @@ def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Const
     traffic = traffic_curve(streaming, launch_seconds)
     constants += memory_constants(points, streaming, traffic, launch_seconds)
     constants += launches
-    constants += compute_constants(points, DeviceCurves(launch_seconds, traffic.curve))
+    constants += compute_constants(points, DeviceCurves(launch_seconds, traffic.curve), setting.device_type == "cuda")
     constants += optimizer_constants(points)
     if setting.devices > 1:
         rows = [FitRow((1, p.num_bytes), 0, p.value) for p in points_of_kind(points, "point-to-point")]
@@ -149,7 +150,15 @@ def memory_constants(
     return constants
 
 
-def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> list[Constant]:
+def in_tiles(point: MeasuredPoint) -> MeasuredPoint:
+    """A point of attention with the FLOPs of whole tiles, by which the planner prices it on a GPU."""
+    _, _, tokens, width = point.case.sizes
+    directions = zip((FORWARD, BACKWARD), point.ops)
+    ops = (replace(op, flops=op.flops * tiles.padding(tokens, tokens, width)) for tiles, op in directions)
+    return replace(point, ops=tuple(ops))
+
+
+def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves, on_gpu: bool) -> list[Constant]:
     """Peaks and efficiencies. A dtype's peak is the highest rate that its matmuls reach, or the limit of their fit."""
     peaks: list[Constant] = []
     curves: list[Constant] = []
@@ -164,6 +173,8 @@ def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> 
         measured: dict[str, list[Constant]] = {}
         for peak, dtype in zip(peaks, DTYPES):
             dtype_points = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
+            if kind == "attention" and on_gpu:
+                dtype_points = list(map(in_tiles, dtype_points))
             if dtype_points:
                 measured[dtype] = forward_backward_constants(kind, dtype, dtype_points, device, peak.value)
         for dtype in DTYPES:
