@@ -167,7 +167,7 @@ def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves, on_
         matmul_curve = compute_curve(f"matmul {dtype}", matmul_points, device, hides_traffic=True)
         peak = max(1 / matmul_curve.curve.per_flop, *(p.flops / p.value for p in matmul_points))
         peaks.append(fitted_constant(("peak_flops", dtype), peak, "FLOPs per second", matmul_curve.errors))
-        curves += curve_constants(("matmul", dtype), matmul_curve, peak)
+        curves += curve_constants(("matmul", dtype), matmul_curve, peak, device)
     for kind in COMPUTE_KINDS[1:]:
         points_of_kind(points, kind)
         measured: dict[str, list[Constant]] = {}
@@ -195,8 +195,8 @@ def forward_backward_constants(
     both_points = [p for p in points if len(p.ops) > 1]
     backward = compute_curve(name, both_points, device, hides_traffic=False, forward=forward.curve)
     return [
-        *curve_constants((kind, dtype), forward, peak),
-        *curve_constants((kind, dtype, "backward"), backward, peak),
+        *curve_constants((kind, dtype), forward, peak, device),
+        *curve_constants((kind, dtype, "backward"), backward, peak, device),
     ]
 
 
@@ -211,8 +211,10 @@ def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) ->
     ]  # fmt: skip
 
 
-def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float) -> list[Constant]:
+def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float, device: DeviceCurves) -> list[Constant]:
     """Constants of one curve; without a bandwidth if arithmetic hides all traffic.
+
+    A bandwidth above the memory's is that of kernels whose arithmetic hides a part of their traffic; its note says so.
 
     Args:
         peak: of the dtype, FLOPs per second.
@@ -223,7 +225,10 @@ def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float) -> lis
         fitted_constant((*path, "half"), curve.start / curve.per_flop, "FLOPs", fit.errors),
     ]
     if curve.per_byte:
-        constants.append(fitted_constant((*path, "bandwidth"), 1 / curve.per_byte, "bytes per second", fit.errors))
+        bandwidth = fitted_constant((*path, "bandwidth"), 1 / curve.per_byte, "bytes per second", fit.errors)
+        exposed = curve.per_byte / device.traffic.per_byte
+        note = f"arithmetic hides {1 - exposed:.0%} of the traffic" if exposed < 1 else ""
+        constants.append(replace(bandwidth, note=note))
     return constants
 
 
