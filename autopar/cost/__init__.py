@@ -5,6 +5,7 @@ for pipeline cuts, and an `ir.strategies.StrategyGraph` for tensor parallelism.
 
 - `hardware`: a machine from a file of cost_models/.
 - `ops`: one operation: FLOPs and saved tensors (`op_stats`), then its seconds and bytes (`op_cost`).
+- `fusion`: kernels that compiled code has between products, and what they move.
 - `groups`: operations that share a stage (`grouping`), and the costs of groups (`cost_graph`).
 - `strategies`: the ways to shard each group (`enumerate`), and their costs (`group_cost`).
 

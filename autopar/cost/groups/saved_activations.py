@@ -13,6 +13,8 @@ from math import prod
 
 import torch
 
+from autopar.cost.fusion.fused_kernels import fused_kernels
+from autopar.cost.fusion.traffic import fused_traffic
 from autopar.cost.ops.op_stats import GraphStats, OpStats, storage_names
 from autopar.ir.graph import Graph, Op, refs
 from autopar.ops.regions import region_starts
@@ -51,7 +53,7 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
         key=lambda name: partitioner.producer_index[name],
     ):
         sources, rows = partitioner.sources(name, kept, {}), partitioner.row_bytes(name)
-        if partitioner.num_bytes(sources) + rows < partitioner.num_bytes([name]):
+        if partitioner.num_bytes(sources) + rows <= partitioner.num_bytes([name]):
             dropped.add(name)
             kept |= sources.keys()
             extra_bytes[graph.ops[partitioner.producer_index[name]].name] += rows
@@ -72,7 +74,8 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
         new = replace(own, saved_operands=saved[0], saved_outputs=saved[1], saved_bytes=saved[2])
         return changed.setdefault((id(own), *saved), new)
 
-    return GraphStats({op.name: exchanged(op) for op in graph.ops})
+    compiled = GraphStats({op.name: exchanged(op) for op in graph.ops})
+    return replace(compiled, traffic=fused_traffic(graph, compiled, fused_kernels(graph, stats, compiled)))
 
 
 class PartitionerModel:

@@ -119,8 +119,12 @@ def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
 
 
 def update_seconds(weight: Weight, hardware: Hardware) -> float:
-    """Seconds of one optimizer step on a weight: value, gradient and state are each read and written once."""
-    return hardware.update_seconds(2 * (2 * weight.stored_bytes + weight.state_bytes * weight.numel))
+    """Seconds of one optimizer step on a weight.
+
+    The norm of all gradients reads the gradient; then value, gradient and state are each read and written once.
+    """
+    update = hardware.update_seconds(2 * (2 * weight.stored_bytes + weight.state_bytes * weight.numel))
+    return hardware.traffic_seconds(weight.stored_bytes) + update
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:

@@ -58,6 +58,8 @@ def grad_accumulation_bytes(
 ) -> float:
     """Bytes read and written to accumulate a microbatch's weight gradients into the main gradients.
 
+    A GEMM that accumulates reads the main gradient at its end. Arithmetic of other tiles hides what it writes.
+
     Args:
         fused: weights whose wgrad GEMM accumulates into the main gradient.
         num_bytes: bytes of a value or weight on this rank, by name.
@@ -69,8 +71,8 @@ def grad_accumulation_bytes(
         weight = graph.weight.get(name)
         if weight is not None and len(weight.shape) > 1:
             elements = num_bytes(name) / DTYPE_BYTES[weight.dtype]
-            read = 0 if name in fused else DTYPE_BYTES[weight.dtype]
-            moved += elements * (2 * DTYPE_BYTES[weight.stored_dtype] + read)
+            stored = DTYPE_BYTES[weight.stored_dtype]
+            moved += elements * (stored if name in fused else 2 * stored + DTYPE_BYTES[weight.dtype])
     return moved
 
 

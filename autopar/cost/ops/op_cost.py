@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from autopar.cost.groups.grouping import batch_dependent_names
 from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
+from autopar.cost.ops.fused_cost import column_sum_seconds, fused_seconds
+from autopar.cost.ops.kernel_shapes import shape_slowdowns
 from autopar.cost.ops.memory_traffic import (
     backward_reread_bytes,
     forward_reread_bytes,
@@ -169,7 +171,7 @@ def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
         )
         outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
         # Equal operations share one OpStats object.
-        key = (id(pricing.stats.ops[op.name]), op.name in fed, sources, outputs)
+        key = (id(pricing.stats.ops[op.name]), op.name in fed, sources, outputs, pricing.stats.traffic.get(op.name))
         if key not in by_key:
             by_key[key] = op_cost(op, pricing)
         costs[op.name] = by_key[key]
@@ -184,6 +186,7 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
 def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
     """Analytic cost of a rank's part of an operation: a roofline over its FLOPs and memory traffic.
 
+    Operations that share kernels with others in compiled code on a GPU cost their part of these kernels instead.
     ``saved`` are bytes that the backward reads, ``unsaved`` bytes of operands and outputs that nothing saves, and
     ``extra_traffic`` seconds of second passes over memory and of gradient accumulation.
 
@@ -192,15 +195,16 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
         parts: number of ranks that divide the operation's FLOPs.
     Error: `Hardware.error`, relative.
     """
-    stats = pricing.stats.ops[op.name]
+    stats, hardware = pricing.stats.ops[op.name], pricing.hardware
     flops = pricing.scaled(stats.forward_flops, op.name) / parts
     backward_flops = pricing.scaled(stats.backward_flops, op.name) / parts
     operands = sum(map(num_bytes, op.reads))
     outputs = sum(num_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
-    kind, hardware = op_kind(op, pricing.graph, stats.forward_flops), pricing.hardware
-    products = num_backward_kernels(kind, stats)
-    forward = hardware.op_seconds(kind, flops, operands + outputs, dtype) if stats.moves_data else 0.0
+    kind, on_gpu = op_kind(op, pricing.graph, stats.forward_flops), hardware.device_type == "cuda"
+    slowdowns = shape_slowdowns(op, pricing.graph) if on_gpu and kind in ("matmul", "attention") else (1.0, 1.0)
+    products, fused = num_backward_kernels(kind, stats), pricing.stats.traffic.get(op.name) if on_gpu else None
+    forward = hardware.op_seconds(kind, flops * slowdowns[0], operands + outputs, dtype) if stats.moves_data else 0.0
     if again := forward_reread_bytes(op, num_bytes):
         forward += hardware.op_seconds("memory", 0.0, again, dtype)
     output_grads = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
@@ -210,14 +214,23 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     if stats.gradients:
         moved = output_grads + input_grads + saved
         backward = products * hardware.op_seconds(
-            kind, backward_flops / products, moved / products, dtype, backward=True
+            kind, backward_flops * slowdowns[1] / products, moved / products, dtype, backward=True
         )
         extra_traffic = hardware.traffic_seconds(
             grad_accumulation_bytes(op, stats, pricing.graph, pricing.fused_wgrad_weights, num_bytes)
         )
         sums = sums_over_samples(op, pricing, kind, products)
-        if again := backward_reread_bytes(op, stats, sums, num_bytes, hardware.device_type == "cuda"):
-            extra_traffic += hardware.op_seconds("memory", 0.0, again, dtype)
+        if again := backward_reread_bytes(op, stats, sums, num_bytes, on_gpu):
+            compiled = fused is not None
+            extra_traffic += (
+                column_sum_seconds(again, hardware) if compiled else hardware.op_seconds("memory", 0.0, again, dtype)
+            )
+    if fused is not None:
+        shared = (fused_seconds(op, traffic, num_bytes, hardware) for traffic in (fused.forward, fused.backward))
+        if kind == "memory":
+            (forward, backward), extra_traffic = shared, 0.0
+        else:
+            forward, backward = (alone + part for alone, part in zip((forward, backward), shared, strict=True))
     around = (*(r for r in op.reads if r not in pricing.graph.weight), *(v.name for v in op.outputs))
     unsaved = sum(num_bytes(name) for name in around if name not in pricing.saved_until[op.name])
     forward_set = round(unsaved) if stats.moves_data else 0

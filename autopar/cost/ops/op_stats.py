@@ -8,7 +8,7 @@ the FLOPs of a convolution's backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -50,10 +50,38 @@ class OpStats:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Memory traffic of an operation's part in fused kernels of one direction.
+
+    Args:
+        moved: (number, times): the operation's tensor of that number, in ``Op.reads`` followed by ``Op.outputs``, or
+            its gradient, moved so many times.
+        kernels: number of kernels that are counted for this operation.
+        row_sums: number of sums over rows that some of these kernels complete from partial sums of blocks of rows.
+    """
+
+    moved: tuple[tuple[int, float], ...] = ()
+    kernels: int = 0
+    row_sums: int = 0
+
+
+@dataclass(frozen=True)
+class FusedTraffic:
+    """Memory traffic of an operation's part in fused kernels."""
+
+    forward: Traffic = Traffic()
+    backward: Traffic = Traffic()
+
+
+@dataclass(frozen=True)
 class GraphStats:
-    """Statistics of every operation of one graph, by the operation's name."""
+    """Statistics of every operation of one graph, by the operation's name.
+
+    ``traffic`` is that of the operations that share kernels with others, where regions are compiled.
+    """
 
     ops: Mapping[str, OpStats]
+    traffic: Mapping[str, FusedTraffic] = field(default_factory=dict)
 
 
 def graph_stats(graph: Graph, device_type: str = "cpu") -> GraphStats:

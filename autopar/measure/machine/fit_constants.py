@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cost.ops.kernel_shapes import BACKWARD, FORWARD
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
@@ -74,7 +75,7 @@ def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Const
     traffic = traffic_curve(streaming, launch_seconds)
     constants += memory_constants(points, streaming, traffic, launch_seconds)
     constants += launches
-    constants += compute_constants(points, DeviceCurves(launch_seconds, traffic.curve))
+    constants += compute_constants(points, DeviceCurves(launch_seconds, traffic.curve), setting.device_type == "cuda")
     constants += optimizer_constants(points)
     if setting.devices > 1:
         rows = [FitRow((1, p.num_bytes), 0, p.value) for p in points_of_kind(points, "point-to-point")]
@@ -149,7 +150,15 @@ def memory_constants(
     return constants
 
 
-def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> list[Constant]:
+def in_tiles(point: MeasuredPoint) -> MeasuredPoint:
+    """A point of attention with the FLOPs of whole tiles, by which the planner prices it on a GPU."""
+    _, _, tokens, width = point.case.sizes
+    directions = zip((FORWARD, BACKWARD), point.ops)
+    ops = (replace(op, flops=op.flops * tiles.padding(tokens, tokens, width)) for tiles, op in directions)
+    return replace(point, ops=tuple(ops))
+
+
+def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves, on_gpu: bool) -> list[Constant]:
     """Peaks and efficiencies. A dtype's peak is the highest rate that its matmuls reach, or the limit of their fit."""
     peaks: list[Constant] = []
     curves: list[Constant] = []
@@ -158,12 +167,14 @@ def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> 
         matmul_curve = compute_curve(f"matmul {dtype}", matmul_points, device, hides_traffic=True)
         peak = max(1 / matmul_curve.curve.per_flop, *(p.flops / p.value for p in matmul_points))
         peaks.append(fitted_constant(("peak_flops", dtype), peak, "FLOPs per second", matmul_curve.errors))
-        curves += curve_constants(("matmul", dtype), matmul_curve, peak)
+        curves += curve_constants(("matmul", dtype), matmul_curve, peak, device)
     for kind in COMPUTE_KINDS[1:]:
         points_of_kind(points, kind)
         measured: dict[str, list[Constant]] = {}
         for peak, dtype in zip(peaks, DTYPES):
             dtype_points = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
+            if kind == "attention" and on_gpu:
+                dtype_points = list(map(in_tiles, dtype_points))
             if dtype_points:
                 measured[dtype] = forward_backward_constants(kind, dtype, dtype_points, device, peak.value)
         for dtype in DTYPES:
@@ -184,8 +195,8 @@ def forward_backward_constants(
     both_points = [p for p in points if len(p.ops) > 1]
     backward = compute_curve(name, both_points, device, hides_traffic=False, forward=forward.curve)
     return [
-        *curve_constants((kind, dtype), forward, peak),
-        *curve_constants((kind, dtype, "backward"), backward, peak),
+        *curve_constants((kind, dtype), forward, peak, device),
+        *curve_constants((kind, dtype, "backward"), backward, peak, device),
     ]
 
 
@@ -200,8 +211,10 @@ def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) ->
     ]  # fmt: skip
 
 
-def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float) -> list[Constant]:
+def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float, device: DeviceCurves) -> list[Constant]:
     """Constants of one curve; without a bandwidth if arithmetic hides all traffic.
+
+    A bandwidth above the memory's is that of kernels whose arithmetic hides a part of their traffic; its note says so.
 
     Args:
         peak: of the dtype, FLOPs per second.
@@ -212,7 +225,10 @@ def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float) -> lis
         fitted_constant((*path, "half"), curve.start / curve.per_flop, "FLOPs", fit.errors),
     ]
     if curve.per_byte:
-        constants.append(fitted_constant((*path, "bandwidth"), 1 / curve.per_byte, "bytes per second", fit.errors))
+        bandwidth = fitted_constant((*path, "bandwidth"), 1 / curve.per_byte, "bytes per second", fit.errors)
+        exposed = curve.per_byte / device.traffic.per_byte
+        note = f"arithmetic hides {1 - exposed:.0%} of the traffic" if exposed < 1 else ""
+        constants.append(replace(bandwidth, note=note))
     return constants
 
 

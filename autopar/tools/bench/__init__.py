@@ -13,6 +13,6 @@ Files in reading order:
     calibration.py          `--calibrate`: predicted against measured, for a plan of every mesh
     by_kernel.py            `--by-kernel`: kernels of a step against the prices of its operations
     kernel_trace.py, kernel_kinds.py, kernel_rows.py    profile of a step, kinds of kernels, their sums
-    priced_ops.py           prices by operation and shapes
+    priced_ops.py           prices by operation and shapes; priced_kernels.py: of kernels between products
     bubble.py, flops.py, parts.py, description.py
 """

@@ -16,7 +16,11 @@ from typing import Any
 from autopar.api.options import Options
 from autopar.api.planning.costs import PlanCosts
 from autopar.api.planning.plan import PlanRequest, example_call, lower_example
+from autopar.cost.fusion.fused_kernels import fused_kernels
+from autopar.cost.fusion.kernel import FusedKernel
 from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_cost import Pricing
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import UsageError
 from autopar.runtime.launch.devices import default_hardware_name
 from autopar.tools.bench.baselines.registry import BASELINES, BaselineVariant
@@ -31,12 +35,13 @@ from autopar.tools.bench.kernel_rows import (
     timeline,
 )
 from autopar.tools.bench.outcome import run_baseline
+from autopar.tools.bench.priced_kernels import PricedKernels, priced_kernels
 from autopar.tools.bench.priced_ops import PricedGraph, PricedOps, priced_graph
 from autopar.tools.bench.rank_result import RankResult
 from autopar.tools.bench.request import BenchRequest, machine_for
 from autopar.tools.bench.run import Bench
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PROFILED_STEPS = 3
 
 
@@ -50,7 +55,8 @@ class ByKernel:
         busy_seconds: time in which a kernel ran, and span_seconds: from the first kernel to the last one; means over
             the profiled steps.
         kinds: sum to the measured and to the predicted step; the largest difference first.
-        kernels, ops: the most expensive first.
+        kernels, ops: the most expensive first. fused_kernels: as priced, to be compared with ``kernels`` by name; the
+            prices of ``ops`` contain them.
         timeline: of the first profiled step.
     """
 
@@ -77,6 +83,7 @@ class ByKernel:
     kinds: tuple[KindRow, ...]
     kernels: tuple[KernelRow, ...]
     ops: tuple[PricedOps, ...]
+    fused_kernels: tuple[PricedKernels, ...]
     timeline: tuple[TimelineEntry, ...]
     schema_version: int = SCHEMA_VERSION
 
@@ -110,7 +117,9 @@ def bench_by_kernel(request: BenchRequest, progress: Callable[[str], None] = lam
             raise UsageError(f"The plan did not run, so there are no kernels to compare. {outcome.failure.text}")
         progress("pricing operations")
         hardware_name = Options.of(bench.constraints).hardware or default_hardware_name(machine)
-        return by_kernel(bench, price_plan(bench, hardware_name), outcome.ranks[0])
+        pricing, kernels = plan_pricing(bench, hardware_name)
+        fused = priced_kernels(pricing, kernels)
+        return by_kernel(bench, priced_graph(pricing), fused, outcome.ranks[0])
 
 
 def with_one_microbatch(request: BenchRequest) -> BenchRequest:
@@ -137,8 +146,8 @@ def with_one_microbatch(request: BenchRequest) -> BenchRequest:
     return replace(request, constraints=constraints | needed)
 
 
-def price_plan(bench: Bench, hardware_name: str) -> PricedGraph:
-    """Prices of the operations of the bench's plan."""
+def plan_pricing(bench: Bench, hardware_name: str) -> tuple[Pricing, tuple[FusedKernel, ...]]:
+    """The graph of the bench's plan, to be priced, and the kernels that compiled code has between products."""
     request, options = bench.request, Options.of(bench.constraints)
     model, images = bench.example()
     call = example_call(model, images, None, None)
@@ -146,13 +155,16 @@ def price_plan(bench: Bench, hardware_name: str) -> PricedGraph:
     hardware = load_hardware(hardware_name)
     hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
     costs = PlanCosts(lower_example(planned, bench.plan), hardware)
-    return priced_graph(costs.pricing(1, bench.plan.microbatch_size))
+    compiled, eager = hardware.execution_mode.compiled, graph_stats(costs.graph, hardware.device_type)
+    kernels = fused_kernels(costs.graph, eager, costs.facts) if compiled else ()
+    return costs.pricing(1, bench.plan.microbatch_size), kernels
 
 
-def by_kernel(bench: Bench, priced: PricedGraph, rank: RankResult) -> ByKernel:
+def by_kernel(bench: Bench, priced: PricedGraph, fused: tuple[PricedKernels, ...], rank: RankResult) -> ByKernel:
     """The comparison.
 
     Args:
+        fused: prices of the kernels between products.
         rank: result of the only rank.
 
     Raises:
@@ -190,5 +202,6 @@ def by_kernel(bench: Bench, priced: PricedGraph, rank: RankResult) -> ByKernel:
         kinds=kind_rows(priced_kinds(priced, bench.plan), measured_kinds(kernels, measured, busy)),
         kernels=kernels,
         ops=priced.rows,
+        fused_kernels=fused,
         timeline=timeline(steps[0], kernels),
     )

@@ -12,6 +12,7 @@ from autopar.ir.text import labelled, numeric, plain_table
 from autopar.ir.units import BYTES, plural, signed_percent, text
 from autopar.tools.bench.by_kernel import ByKernel
 from autopar.tools.bench.kernel_rows import KernelRow, KindRow
+from autopar.tools.bench.priced_kernels import PricedKernels
 from autopar.tools.bench.priced_ops import PricedOps
 
 MAX_ROWS = 25  # of kernels and of operations
@@ -20,10 +21,10 @@ MIN_SECONDS = 5e-7  # rows of kinds below it on both sides are left out
 
 
 def by_kernel_parts(result: ByKernel) -> Sequence[RenderableType]:
-    """Setting, kinds by difference, the largest kernels, and the operations of the highest price."""
+    """Setting, kinds by difference, the largest kernels, and operations and fused kernels of the highest price."""
     return [
         labelled(setting(result)), "", kinds_table(result), "", kernels_table(result.kernels[:MAX_ROWS]), "",
-        ops_table(result.ops[:MAX_ROWS]),
+        ops_table(result.ops[:MAX_ROWS]), "", fused_kernels_table(result.fused_kernels[:MAX_ROWS]),
     ]  # fmt: skip
 
 
@@ -79,6 +80,15 @@ def ops_table(rows: Sequence[PricedOps]) -> Table:
         label = f"{row.target.removeprefix('aten.')} {', '.join(row.operands)}"
         seconds = (row.forward_seconds, row.backward_seconds, row.extra_traffic_seconds)
         table.add_row(Text(label), row.kind, f"{row.count:,}", *map(ms, seconds))
+    return table
+
+
+def fused_kernels_table(rows: Sequence[PricedKernels]) -> Table:
+    """A row per operations and sizes."""
+    name = Column("priced fused kernel", overflow="fold", max_width=KERNEL_CELLS)
+    table = plain_table(name, "kind", *numeric("count", "ms"))
+    for row in rows:
+        table.add_row(Text(row.name), f"memory {row.direction}", f"{row.count:,}", ms(row.seconds))
     return table
 
 

@@ -24,7 +24,7 @@ from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
 from autopar.measure.machine.collectives import communication_op_counts
-from autopar.measure.machine.fit_constants import fit
+from autopar.measure.machine.fit_constants import fit, in_tiles
 from autopar.measure.machine.kernels import BUILDERS, kernel_runs
 from autopar.measure.machine.points import MeasuredPoint, OpCounts
 from autopar.measure.machine.preserved import preserved_sections
@@ -84,9 +84,10 @@ def point(case: Case, machine: Hardware, way: ExecutionMode) -> MeasuredPoint:
     elif case.kind == "point-to-point":
         seconds = machine.transfer_seconds(total, 0, 1)
     elif case.kind in (*COMPUTE_KINDS, "memory"):
+        timed = in_tiles(MeasuredPoint(case, own, 1.0, 0.0)).ops if case.kind == "attention" else own
         seconds = sum(
             here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype, backward=number > 0)
-            for number, p in enumerate(own)
+            for number, p in enumerate(timed)
         )
     elif case.kind == "overlap":
         seconds = layer_seconds(case, here)

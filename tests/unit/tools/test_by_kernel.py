@@ -14,13 +14,16 @@ from support.bench import FLAGS, TINY, request
 from support.cli import invoke
 from support.kernel_names import ADAM, CE_BACKWARD, CE_FORWARD, KINDS_OF_NAMES
 
+from autopar.cost.ops.op_cost import op_costs
 from autopar.errors import UsageError
 from autopar.ir.text import rendered
 from autopar.runtime.launch.devices import this_machine
-from autopar.tools.bench.by_kernel import ByKernel, by_kernel, price_plan, with_one_microbatch
+from autopar.tools.bench.by_kernel import ByKernel, by_kernel, plan_pricing, with_one_microbatch
 from autopar.tools.bench.kernel_kinds import kernel_directions, kernel_kind
 from autopar.tools.bench.kernel_rows import GAP, OTHER, OVERLAP, kernel_rows, priced_kinds
 from autopar.tools.bench.kernel_trace import STEP, KernelEvent, ProfiledStep, profile_steps, profiled_steps
+from autopar.tools.bench.priced_kernels import priced_kernels
+from autopar.tools.bench.priced_ops import priced_graph
 from autopar.tools.bench.rank_result import RankResult
 from autopar.tools.bench.request import BenchRequest
 from autopar.tools.bench.run import Bench
@@ -110,7 +113,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_prices_sum_to_the_predicted_step(bench: Bench) -> None:
-    priced = price_plan(bench, "h200-nvlink")
+    priced = priced_graph(plan_pricing(bench, "h200-nvlink")[0])
     kinds = priced_kinds(priced, bench.plan)
     assert sum(kinds.values()) == pytest.approx(bench.plan.prediction.step_seconds)
     assert abs(kinds[OTHER, ""]) < 1e-3 * bench.plan.prediction.step_seconds
@@ -125,7 +128,20 @@ def test_prices_sum_to_the_predicted_step(bench: Bench) -> None:
 
 def compared(bench: Bench, steps: Sequence[ProfiledStep]) -> ByKernel:
     rank = RankResult((19.0, 20.0, 21.0), (), 3 * 2**30, profiled=tuple(steps))
-    return by_kernel(bench, price_plan(bench, "h200-nvlink"), rank)
+    pricing, kernels = plan_pricing(bench, "h200-nvlink")
+    return by_kernel(bench, priced_graph(pricing), priced_kernels(pricing, kernels), rank)
+
+
+def test_kernels_between_products_have_the_compilers_names(bench: Bench) -> None:
+    pricing, kernels = plan_pricing(bench, "h200-nvlink")
+    rows = priced_kernels(pricing, kernels)
+    assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
+    (sums,) = (row for row in rows if row.name == "fused_add_layer_norm_to" and row.direction == "forward")
+    size = 8 * 17 * 64
+    assert (sums.count, sums.num_bytes) == (TINY.kwargs["depth"], TINY.kwargs["depth"] * size * (4 + 2 + 2))
+    memory = [cost for cost in op_costs(pricing).values() if cost.flops == 0]
+    between = sum(cost.forward_seconds + cost.backward_seconds for cost in memory)
+    assert 0 < sum(row.seconds for row in rows) < between
 
 
 def test_both_sides_sum_to_their_step_and_the_largest_difference_is_first(bench: Bench) -> None:
@@ -148,6 +164,7 @@ def test_the_table_and_the_file(bench: Bench) -> None:
     assert "9,500.000 ms busy" in printed and f"{GEMM} [1, 1, 1]" in printed
     assert "scaled_dot_product_attention.default" in printed and "overlap" in printed
     data = json.loads(result.to_json())
+    assert "priced fused kernel" in printed and data["fused_kernels"][0]["ops"]
     assert data["kernels"][0]["seconds"] == 3.0 and data["ops"][0]["names"] and len(data["timeline"]) == 5
     assert data["measured_bytes"] == 3 * 2**30 and data["predicted_bytes"] == result.predicted_bytes
 

@@ -1,0 +1,72 @@
+"""Copies of operands that linear layers need in another layout, as kernels of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from autopar.cost.fusion.fused_graph import FusedGraph
+from autopar.cost.fusion.kernel import Access, Direction, FusedKernel
+from autopar.cost.ops.kernel_shapes import TENSOR_CORE_BYTES, is_aligned
+from autopar.ir.graph import Op
+from autopar.ops.registry import Operand
+from autopar.sharding.fuse_linear import is_layer
+
+MATMUL = "aten.matmul.default"
+
+
+def layer_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
+    """Copies of strided inputs and gradients, and of inputs whose rows are padded for tensor cores.
+
+    Kernels that make an input write it in the layout that the layer needs; a copy is left where they cannot. The
+    backward's operator (`autopar.ops.wgrad_accumulation`) is not compiled, so that its copies read across rows.
+    """
+    for op in filter(is_layer, fused.graph.ops):
+        x, result = op.reads[0], op.outputs[0].name
+        if has_unaligned_rows(x, fused) or (fused.is_in_memory(x) and fused.is_strided(x)):
+            yield copy("forward", op, x, False)
+        if fused.stats.ops[op.name].gradients and fused.is_strided(x):
+            yield copy("backward", op, x, True)
+        if fused.stats.ops[op.name].gradients and is_read_strided(result, fused):
+            yield copy("backward", op, result, True)
+
+
+def product_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
+    """Copies of operands of batched products whose batch dims no single stride steps through."""
+    for op in fused.graph.ops:
+        if op.target == MATMUL:
+            trained = bool(fused.stats.ops[op.name].gradients)
+            for name in dict.fromkeys(op.reads[:2]):
+                if fused.is_in_memory(name) and has_scattered_batch(fused.operands[name]):
+                    yield copy("forward", op, name, False)
+            if trained and is_transposed_later(op.outputs[0].name, fused):
+                yield copy("backward", op, op.outputs[0].name, False)
+
+
+def has_scattered_batch(value: Operand) -> bool:
+    """Whether dims before the last two are more than one, and not equally spaced as one."""
+    batch = [(size, step) for size, step in zip(value.shape[:-2], value.stride[:-2]) if size > 1]
+    return any(step != size * inner for (_, step), (size, inner) in pairwise(batch))
+
+
+def is_transposed_later(name: str, fused: FusedGraph) -> bool:
+    """Whether all readers of a product see its batch dims in another order, so that its gradient arrives so."""
+    views = [op.outputs[0].name for op in fused.readers.get(name, ()) if not fused.stats.ops[op.name].moves_data]
+    return bool(views) and all(fused.graph.producer[v].target == "aten.transpose.int" for v in views)
+
+
+def copy(direction: Direction, op: Op, name: str, is_transposed: bool) -> FusedKernel:
+    """The kernel that copies an operand, or a result's gradient, of a layer."""
+    return FusedKernel(direction, (op.name,), (Access(op.name, name, 1, is_transposed),), (Access(op.name, name),))
+
+
+def has_unaligned_rows(name: str, fused: FusedGraph) -> bool:
+    """Whether rows of a value do not begin at addresses from which tensor cores load."""
+    value = fused.operands[name]
+    return not is_aligned(value.shape[-1], value.dtype, TENSOR_CORE_BYTES)
+
+
+def is_read_strided(name: str, fused: FusedGraph) -> bool:
+    """Whether all readers of a value are views whose last dim lies apart in memory: so does its gradient's."""
+    views = [op.outputs[0].name for op in fused.readers.get(name, ()) if not fused.stats.ops[op.name].moves_data]
+    return bool(views) and len(views) == len(fused.readers[name]) and all(map(fused.is_strided, views))

@@ -1,0 +1,112 @@
+"""Memory traffic of fused kernels, divided among the operations that they compute.
+
+Slowdowns are against a copy of as many bytes, of torch 2.11's kernels on an H100 (docs/benchmarks.md, "Kernels").
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from autopar.cost.fusion.fused_graph import CHANNEL_NORMS, ROW_NORMS, SOFTMAX, is_external
+from autopar.cost.fusion.kernel import DIRECTIONS, Access, Direction, FusedKernel
+from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
+from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
+from autopar.ir.graph import Graph, Op
+
+ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("gelu", "silu", "sigmoid", "tanh", "mish"))
+ACTIVATION_SLOWDOWN = 1.15  # arithmetic of erf and exp that traffic does not hide
+NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
+TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm whose elements lie apart are read in two passes
+UNCOALESCED_SLOWDOWN = 10.0  # of at most 16: a sector of 32 bytes for each element of 2 bytes
+SUM_KERNELS = 2  # of a sum over rows: partial sums of blocks of rows and their sum, or that and its cast
+
+
+def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel]) -> Mapping[str, FusedTraffic]:
+    """Traffic of each operation's part in fused kernels, by the operation's name."""
+    moved: defaultdict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    launches, sums, ops = Counter[tuple[str, str]](), Counter[tuple[str, str]](), {op.name: op for op in graph.ops}
+    for kernel in kernels:
+        members = [ops[name] for name in kernel.ops]
+        for access, times in slowed_accesses(kernel, members, stats):
+            op = ops[access.op]
+            names = (*op.reads, *(v.name for v in op.outputs))
+            moved[op.name, kernel.direction].append((names.index(access.tensor), times))
+        launches[kernel.writes[0].op, kernel.direction] += 1
+        for op in members:
+            num_sums = norm_sums(op, kernel.direction, stats)
+            launches[op.name, kernel.direction] += SUM_KERNELS * num_sums
+            sums[op.name, kernel.direction] = num_sums if op.target in ROW_NORMS else 0
+    for op, summed in weight_sums(graph, stats):
+        moved[op.name, "backward"] += summed
+        launches[op.name, "backward"] += SUM_KERNELS
+    return {
+        name: FusedTraffic(
+            *(Traffic(tuple(sorted(moved[name, w])), launches[name, w], sums[name, w]) for w in DIRECTIONS)
+        )
+        for name in ops
+    }
+
+
+def slowed_accesses(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> Iterator[tuple[Access, float]]:
+    """Accesses of a kernel, each with the number of copies of its bytes that take as long."""
+    factor = slowdown(kernel, members, stats)
+    for access in kernel.accesses:
+        yield access, access.times * max(factor, access_slowdown(access, kernel, members))
+
+
+def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> float:
+    """Seconds of a kernel over the seconds in which a copy moves its bytes."""
+    factor, is_transposed = 1.0, any(access.is_transposed for access in kernel.reads)
+    for op in members:
+        made = stats.ops[op.name].outputs
+        if op.target in ACTIVATIONS:
+            factor = max(factor, ACTIVATION_SLOWDOWN)
+        elif op.target in CHANNEL_NORMS:
+            factor = max(factor, COLUMN_SUM_SLOWDOWN)
+        elif op.target in SOFTMAX:
+            factor = max(factor, ACTIVATION_SLOWDOWN * lane_padding(made[0].shape[-1]))
+        elif op.target in ROW_NORMS and kernel.direction == "backward":
+            factor = max(factor, NORM_BACKWARD_SLOWDOWN * lane_padding(made[0].shape[-1]))
+        elif op.target in ROW_NORMS and is_transposed:
+            factor = max(factor, TRANSPOSED_NORM_SLOWDOWN)
+    return factor
+
+
+def access_slowdown(access: Access, kernel: FusedKernel, members: Sequence[Op]) -> float:
+    """Slowdown of an access by its layout. Kernels without sums read and write tiles, in any order of dims."""
+    sums_rows = any(op.target in ROW_NORMS for op in members)
+    if not access.is_transposed or (sums_rows and kernel.direction == "forward" and access in kernel.reads):
+        return 1.0
+    is_library_copy = kernel.ops == (access.op,) and kernel.direction == "backward"
+    return UNCOALESCED_SLOWDOWN if sums_rows or is_library_copy else 1.0
+
+
+def lane_padding(row: int) -> float:
+    """Elements of the threads that hold a row in registers, a power of two, over the row's."""
+    return (1 << (row - 1).bit_length()) / row
+
+
+def norm_sums(op: Op, direction: Direction, stats: GraphStats) -> int:
+    """Number of sums over rows that a norm takes in one direction: of statistics, or of its weights' gradients."""
+    if op.target in CHANNEL_NORMS:
+        return 1
+    weights = [i for i in stats.ops[op.name].gradients if i > 0]
+    return len(weights) if op.target in ROW_NORMS and direction == "backward" else 0
+
+
+def weight_sums(graph: Graph, stats: GraphStats) -> Iterator[tuple[Op, list[tuple[int, float]]]]:
+    """Fused operations whose backward sums over rows for a broadcast operand's gradient, with what the sum reads.
+
+    Such operands are scales, biases and position embeddings. Norms sum for their weights in their own kernels.
+    """
+    for op in graph.ops:
+        own = stats.ops[op.name]
+        if is_external(op, own) or op.target in ROW_NORMS | CHANNEL_NORMS or not own.moves_data:
+            continue
+        sizes = [prod(graph.readable[name].shape) for name in op.reads]
+        size = max((prod(made.shape) for made in own.outputs), default=0)
+        if len(own.outputs) == 1 and any(sizes[i] < size for i in own.gradients):
+            values = [i for i in own.saved_operands if sizes[i] == size]
+            yield op, [(i, COLUMN_SUM_SLOWDOWN) for i in (*values, len(op.reads))]

@@ -1,0 +1,107 @@
+"""Slowdown of library kernels by the shapes of their operands: tiles, alignment, and starts of tiles.
+
+Constants are of bfloat16 kernels on H100 and H200 (docs/benchmarks.md, "Kernels and prices").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+from autopar.cost.ops.op_stats import ATTENTION
+from autopar.ir.graph import DTYPE_BYTES, Graph, Op
+from autopar.ops.registry import named_arguments
+from autopar.sharding.fuse_linear import LINEAR
+
+
+def shape_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
+    """FLOPs whose time a kernel on a GPU takes, over the operation's FLOPs: of the forward, of the backward."""
+    if op.target == ATTENTION:
+        bound, shapes = named_arguments(op), graph.shapes
+        query, key = (shapes[bound[name].name] for name in ("query", "key"))
+        return FORWARD.padding(query[-2], key[-2], query[-1]), BACKWARD.padding(query[-2], key[-2], query[-1])
+    slowdown = product_slowdown(op, graph)
+    return slowdown, slowdown
+
+
+def padded(size: int, multiple: int) -> int:
+    """The smallest multiple that is at least ``size``."""
+    return multiple * ceil(size / multiple)
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of an attention kernel.
+
+    Args:
+        queries, keys: tokens of one tile.
+        start: keys whose work takes as long as starting a row of tiles.
+        width: head widths are padded to a multiple of this.
+        softmax: head width whose products take as long as the exponentials.
+    """
+
+    queries: int
+    keys: int
+    start: int
+    width: int = 64
+    softmax: int = 64
+
+    def padding(self, queries: int, keys: int, width: int) -> float:
+        """FLOPs in products that would take a kernel's time, over the FLOPs of attention itself."""
+        rows, columns = padded(queries, self.queries), padded(keys, self.keys) + self.start
+        return rows * columns * (padded(width, self.width) + self.softmax) / (queries * keys * width)
+
+
+# The best of tiles of 64 and 128 tokens, starts of 0 to 256 keys and softmaxes of 0 to 64, for the 16 bfloat16 points
+# of each of h100-nvlink.toml and h200-nvlink.toml, and kernels of training steps with 5, 197 and 257 tokens. With 5
+# tokens a kernel takes 6 times as long as without tiles.
+FORWARD = Tiles(queries=128, keys=128, start=96)
+BACKWARD = Tiles(queries=128, keys=64, start=64)
+
+
+# -- products ------------------------------------------------------------------------------------------------------
+
+# NVIDIA's "Matrix Multiplication Background User's Guide": tensor cores need rows that begin at multiples of 16 bytes,
+# and reach full speed at multiples of 128.
+TENSOR_CORE_BYTES, FULL_SPEED_BYTES = 16, 128
+# Rows of 196 elements (mixer_b16_224): 148 to 218 us for products that take 44 us at the rate of aligned ones.
+UNALIGNED_SLOWDOWN = 4.0
+HALF_ALIGNED_SLOWDOWN = 1.2  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
+# Batched products of small matrices take the time of whole tiles and of their starts; fitted to the step of
+# swin_base_patch4_window7_224 (49 tokens, head width 32).
+TILE_ROWS, TILE_DEPTH, TILE_START_DEPTH = 64, 32, 128
+
+
+def product_slowdown(op: Op, graph: Graph) -> float:
+    """Seconds of a matrix product over those of a large, aligned product of as many FLOPs; 1 for other operations."""
+    result = op.outputs[0]
+    if op.target == LINEAR:
+        out_features, in_features = graph.shapes[op.reads[1]]
+        is_small = prod(result.shape[:-1]) < TILE_ROWS
+        return 1.0 if is_small else alignment_slowdown((in_features, out_features), result.dtype)
+    operands = [graph.shapes[name] for name in op.reads]
+    if "conv" in op.target or len(operands) != 2 or any(len(shape) < 3 for shape in (*operands, result.shape)):
+        return 1.0
+    rows, depth, columns = operands[0][-2], operands[0][-1], result.shape[-1]
+    tiles = padded(rows, TILE_ROWS) * padded(columns, TILE_ROWS) * (padded(depth, TILE_DEPTH) + TILE_START_DEPTH)
+    return tiles / (rows * depth * columns) * alignment_slowdown((depth, columns), result.dtype)
+
+
+def alignment_slowdown(row_lengths: Sequence[int], dtype: str) -> float:
+    """Seconds of a product over those of an aligned product of as many FLOPs.
+
+    Args:
+        row_lengths: elements of the last dims of its operands and results.
+    """
+    if any(not is_aligned(length, dtype, TENSOR_CORE_BYTES) for length in row_lengths):
+        return UNALIGNED_SLOWDOWN
+    return 1.0 if all(is_aligned(length, dtype, FULL_SPEED_BYTES) for length in row_lengths) else HALF_ALIGNED_SLOWDOWN
+
+
+def is_aligned(row_length: int, dtype: str, multiple: int) -> bool:
+    """Whether dense rows of so many elements begin at multiples of so many bytes."""
+    return row_length * DTYPE_BYTES[dtype] % multiple == 0

@@ -1,0 +1,60 @@
+"""Prices of the kernels that a plan's compiled code has between products, named as torch.compile names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.fusion.kernel import Direction, FusedKernel
+from autopar.cost.fusion.traffic import slowed_accesses
+from autopar.cost.ops.op_cost import Pricing
+
+
+@dataclass(frozen=True)
+class PricedKernels:
+    """Fused kernels of equal operations and sizes, and their summed price without pauses.
+
+    Args:
+        name: ``fused_add_layer_norm``: operations in alphabetical order.
+        ops: of the first of them.
+        num_bytes: that all of them read and write, each pass counted.
+    """
+
+    name: str
+    direction: Direction
+    ops: tuple[str, ...]
+    count: int
+    seconds: float
+    num_bytes: int
+
+
+def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[PricedKernels, ...]:
+    """Prices of fused kernels, the most expensive first.
+
+    Args:
+        pricing: of the graph whose kernels these are, as compiled code of a GPU.
+    """
+    hardware, ops = pricing.hardware, {op.name: op for op in pricing.graph.ops}
+    start = hardware.traffic_seconds(hardware.memory_half_bytes)
+    groups: dict[tuple, list[FusedKernel]] = {}
+    seconds: dict[tuple, float] = {}
+    for kernel in kernels:
+        members = [ops[name] for name in kernel.ops]
+        weighted = [
+            (pricing.num_bytes(a.tensor), times) for a, times in slowed_accesses(kernel, members, pricing.stats)
+        ]
+        key = kernel.direction, tuple(op.target for op in members), tuple(sorted(weighted))
+        groups.setdefault(key, []).append(kernel)
+        seconds[key] = start + hardware.traffic_seconds(sum(size * times for size, times in weighted))
+    rows = (
+        PricedKernels(
+            name="_".join(("fused", *sorted({target.split(".")[1] for target in key[1]}))),
+            direction=key[0],
+            ops=alike[0].ops,
+            count=len(alike),
+            seconds=len(alike) * seconds[key],
+            num_bytes=len(alike) * sum(a.times * pricing.num_bytes(a.tensor) for a in alike[0].accesses),
+        )
+        for key, alike in groups.items()
+    )
+    return tuple(sorted(rows, key=lambda row: -row.seconds))

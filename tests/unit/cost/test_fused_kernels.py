@@ -1,0 +1,212 @@
+"""Kernels that compiled code has between products, printed; and what they cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from support.graphs import MACHINE
+from support.models import tiny_vit
+from torch import nn
+
+from autopar.api.planning.plan import example_call
+from autopar.cost.fusion.fused_kernels import fused_kernels
+from autopar.cost.fusion.kernel import Access, FusedKernel
+from autopar.cost.fusion.traffic import slowdown
+from autopar.cost.groups.saved_activations import compiled_stats
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_cost import Pricing, op_costs
+from autopar.cost.ops.op_stats import graph_stats
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import ExecutionMode, Launch
+from autopar.trace.lower import lower_model
+
+TRACE = Path(__file__).parents[3] / "docs" / "benchmarks" / "h100-x1-kernels-vit-large.json"
+COMPILED = ExecutionMode(compiled=True, captured=True)
+GPU = replace(MACHINE, device_type="cuda", launch=Launch(5e-9, 5e-9, 5e-9)).with_mode(COMPILED)
+
+
+class Residual(nn.Module):
+    """A block without attention: norm, layer, sum, norm, two layers with an activation, sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(self.norm1(x))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Transposing(nn.Module):
+    """A layer over the tokens of each channel, as in MLP-Mixer, after a norm over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.tokens = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        return x + self.tokens(self.norm(x).transpose(1, 2)).transpose(1, 2)
+
+
+def traced(model: nn.Module, *shape: int) -> Graph:
+    return lower_model(model, example_call(model, torch.randn(shape), None, None), "train", "net", "fp32")
+
+
+def kernels(graph: Graph) -> tuple[FusedKernel, ...]:
+    eager = graph_stats(graph, "cuda")
+    return fused_kernels(graph, eager, compiled_stats(graph, eager))
+
+
+def accesses(listed: tuple[Access, ...]) -> str:
+    """Tensors, with the number of passes and a mark for transposed ones."""
+    texts = (f"{a.tensor}{f'*{a.times}' * (a.times > 1)}{'^T' * a.is_transposed}" for a in listed)
+    return " ".join(sorted(texts))
+
+
+def printed(graph: Graph) -> str:
+    return "\n".join(
+        f"{kernel.direction}: {' '.join(kernel.ops)}: {accesses(kernel.reads)} -> {accesses(kernel.writes)}"
+        for kernel in kernels(graph)
+    )
+
+
+TEXTS: dict[str, tuple[Callable[[], Graph], str]] = {
+    "residual": (
+        lambda: traced(nn.Sequential(nn.Linear(8, 16), Residual(16)), 4, 6, 8),
+        """
+forward: 1.norm1.layer_norm: 0.linear -> 1.norm1.layer_norm
+forward: 1.add 1.norm2.layer_norm: 0.linear 1.mix.linear -> 1.norm2.layer_norm
+forward: 1.gelu: 1.up.linear -> 1.gelu
+forward: 1.add 1.add_1: 0.linear 1.down.linear 1.mix.linear -> 1.add_1
+backward: 1.gelu: 1.gelu 1.up.linear -> 1.up.linear
+backward: 1.norm2.layer_norm 1.add_1: 0.linear 1.add_1 1.mix.linear 1.norm2.layer_norm -> 1.add
+backward: 1.norm1.layer_norm 1.add: 0.linear 1.add 1.norm1.layer_norm -> 0.linear""",
+    ),
+    "long rows": (
+        lambda: traced(nn.Sequential(nn.Linear(8, 2048), nn.LayerNorm(2048), nn.Linear(2048, 8)), 4, 8),
+        """
+forward: 1.layer_norm: 0.linear*2 -> 1.layer_norm
+backward: 1.layer_norm: 0.linear 1.layer_norm -> 0.linear""",
+    ),
+    "batch norm": (
+        lambda: traced(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)), 2, 3, 8, 8),
+        """
+forward: 1.batch_norm 2.relu: 0.conv2d*2 -> 2.relu
+forward: 1.add: 1.num_batches_tracked -> 1.num_batches_tracked
+backward: 1.batch_norm 2.relu: 0.conv2d*2 2.relu*2 2.relu*2 -> 0.conv2d""",
+    ),
+    "transposing": (
+        lambda: traced(Transposing(), 4, 8, 16),
+        """
+forward: norm.layer_norm: embed.linear -> norm.layer_norm^T
+forward: add: embed.linear transpose_1^T -> add
+backward: norm.layer_norm add: add embed.linear norm.layer_norm -> embed.linear
+backward: tokens.linear: transpose^T -> transpose
+backward: tokens.linear: tokens.linear^T -> tokens.linear""",
+    ),
+    "attention": (  # queries, keys and values are views; their gradients are gathered into one
+        lambda: traced(timm.layers.Attention(32, 2, qkv_bias=True), 4, 8, 32),
+        """
+backward: unbind: unbind:0 unbind:1 unbind:2 -> permute""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_kernels_are_those_of_the_compiler(case: str) -> None:
+    make, text = TEXTS[case]
+    assert printed(make()) == text.strip()
+
+
+def test_operations_add_up_to_kernels() -> None:
+    """Bytes of all operations are those of all kernels, one start of each."""
+    graph = traced(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)), 4, 8)
+    sizes = {name: v.num_bytes for name, v in graph.readable.items()}
+    stats = compiled_stats(graph, graph_stats(graph, "cuda"))
+    listed = kernels(graph)
+    slow = {"3.tanh": 1.15}  # arithmetic that traffic does not hide
+    moved = sum(a.times * sizes[a.tensor] * slow.get(kernel.ops[0], 1) for kernel in listed for a in kernel.accesses)
+    ops = [name for kernel in listed for name in kernel.ops]
+    costs = op_costs(Pricing(graph, stats, GPU, 4))
+    seconds = sum(costs[name].forward_seconds + costs[name].backward_seconds for name in dict.fromkeys(ops))
+    assert len(listed) == len(ops) == 4
+    assert seconds == pytest.approx(1e-9 * moved + 4 * 5e-9)
+
+
+@pytest.mark.parametrize("machine", [GPU, replace(GPU, device_type="cpu"), GPU.with_mode(ExecutionMode())], ids=str)
+def test_only_compiled_code_of_a_gpu_shares_kernels(machine) -> None:
+    graph = traced(nn.Sequential(nn.Linear(8, 16), Residual(16)), 4, 6, 8)
+    eager = graph_stats(graph, machine.device_type)
+    stats = compiled_stats(graph, eager) if machine.execution_mode.compiled else eager
+    cost = op_costs(Pricing(graph, stats, machine, 4))["1.add"]
+    size = 4 * 6 * 16 * 4
+    shared = machine is GPU  # the sum is computed twice from its summands, and written by neither kernel
+    assert cost.forward_seconds == pytest.approx((4 * size if shared else 3 * size + 5) * 1e-9, rel=0.01)
+
+
+def test_statistics_of_another_batch_price_in_proportion() -> None:
+    graph = traced(tiny_vit(2), 8, 3, 32, 32)
+    stats = compiled_stats(graph, graph_stats(graph, "cuda"))
+    machine = replace(GPU, launch=Launch(0, 0, 0))
+    seconds = [op_costs(Pricing(graph, stats, machine, batch))["blocks.1.add"].forward_seconds for batch in (8, 16)]
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
+# -- against kernels of a step -------------------------------------------------------------------------------------
+
+# Operations of a kernel of ViT-L's second block, and a part of the name of the kernel that was measured.
+KERNELS = {
+    ("forward", "norm1.layer_norm"): "per_fused_native_layer_norm_0",
+    ("forward", "add norm2.layer_norm"): "per_fused_add_native_layer_norm_view_1",
+    ("forward", "mlp.act.gelu"): "poi_fused_gelu_view_2",
+    ("forward", "add add_1"): "poi_fused_add_view_3",
+    ("backward", "mlp.act.gelu"): "poi_fused_gelu_gelu_backward_view_0",
+    ("backward", "norm2.layer_norm add_1"): "native_layer_norm_backward_sum_view_1",
+    ("backward", "attn.unbind"): "poi_fused_clone_permute_stack_4",
+    ("backward", "norm1.layer_norm add"): "native_layer_norm_backward_view_5",
+}
+
+
+class Blocks(nn.Module):
+    """Two blocks of ViT-L; the first makes a gradient arrive at the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(timm.models.vision_transformer.Block(1024, 16, qkv_bias=True) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+def test_kernels_of_a_block_of_vit_large() -> None:
+    """Each takes as long as its bytes at the memory's bandwidth, times its slowdown.
+
+    The last one is 22 % longer than predicted: it also sums for the weights of the other norm.
+    """
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(128, 197, 1024)
+    graph = lower_model(model, example_call(model, x, None, None), "train", "net", "bf16-params")
+    eager = graph_stats(graph, "cuda")
+    stats = compiled_stats(graph, eager)
+    measured = {k["name"]: k["seconds"] / k["count"] for k in json.loads(TRACE.read_text())["kernels"]}
+    bandwidth = load_hardware("h100-nvlink").memory_bytes_per_second
+    ops = {o.name: o for o in graph.ops}
+    seconds: dict[tuple[str, str], float] = {}
+    for kernel in fused_kernels(graph, eager, stats):
+        if kernel.ops[0].startswith("blocks.1."):
+            moved = sum(a.times * graph.readable[a.tensor].num_bytes for a in kernel.accesses)
+            names = " ".join(name.removeprefix("blocks.1.") for name in kernel.ops)
+            factor = slowdown(kernel, [ops[name] for name in kernel.ops], stats)
+            seconds[kernel.direction, names] = factor * moved / bandwidth
+    assert seconds.keys() == KERNELS.keys()
+    for key, part in KERNELS.items():
+        (own,) = (value for name, value in measured.items() if part in name)
+        assert seconds[key] == pytest.approx(own, rel=0.25), key

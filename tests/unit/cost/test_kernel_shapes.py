@@ -1,0 +1,66 @@
+"""Slowdowns of library kernels by the shapes of their operands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.graphs import graph, op, parameter, value
+
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.kernel_shapes import BACKWARD, FORWARD, shape_slowdowns
+from autopar.ir.hardware import ExecutionMode
+
+TRACES = Path(__file__).parents[3] / "docs" / "benchmarks"
+# Kernels of one attention, of the forward and of the backward, with what cuDNN computes before and after it.
+ATTENTION_KERNELS = ("flash_fprop", "flash_bprop|compute_dot_do_o|convert_dq")
+SHAPES = {  # of training steps: batch, heads, tokens, head width
+    "vit-base-32px": (256, 12, 5, 64),
+    "vit-large": (128, 16, 197, 64),
+    "eva02-base": (128, 12, 257, 64),
+}
+
+
+def measured_seconds(model: str, words: str) -> float:
+    """Seconds of the kernels of one layer whose name holds one of some words."""
+    kernels = json.loads((TRACES / f"h100-x1-kernels-{model}.json").read_text())["kernels"]
+    chosen = [k for k in kernels if any(word in k["name"] for word in words.split("|"))]
+    return sum(k["seconds"] / k["count"] for k in chosen)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_attention_of_a_step(model: str) -> None:
+    h100 = load_hardware("h100-nvlink").with_mode(ExecutionMode(compiled=True, captured=True))
+    batch, heads, tokens, width = SHAPES[model]
+    flops, size = 4.0 * batch * heads * tokens**2 * width, 2 * batch * heads * tokens * width
+    forward = h100.op_seconds("attention", FORWARD.padding(tokens, tokens, width) * flops, 4 * size, "bfloat16")
+    backward = h100.op_seconds(
+        "attention", BACKWARD.padding(tokens, tokens, width) * 2.5 * flops, 8 * size, "bfloat16", backward=True
+    )
+    measured = [measured_seconds(model, words) for words in ATTENTION_KERNELS]
+    assert [forward, backward] == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "slowdown"), [(768, 3072, 1.0), (1152, 4304, 1.2), (196, 384, 4.0), (384, 196, 4.0)]
+)
+def test_products_need_aligned_rows(in_features: int, out_features: int, slowdown: float) -> None:
+    x, y = value("x", 128, in_features, dtype="bfloat16"), value("y", 128, out_features, dtype="bfloat16")
+    layer = op("aten.linear.default", ("%x", "%w"), y)
+    traced = graph((x,), (parameter("w", out_features, in_features),), layer)
+    assert shape_slowdowns(layer, traced) == (slowdown, slowdown)
+
+
+def test_a_classifier_of_few_rows_is_not_slower() -> None:
+    layer = op("aten.linear.default", ("%x", "%w"), value("y", 8, 10))
+    traced = graph((value("x", 8, 196),), (parameter("w", 10, 196),), layer)
+    assert shape_slowdowns(layer, traced) == (1.0, 1.0)
+
+
+def test_batched_products_take_whole_tiles() -> None:
+    """Of windows of 49 tokens, rows of scores are not aligned either."""
+    operands = value("q", 512, 16, 49, 32, dtype="bfloat16"), value("k", 512, 16, 32, 49, dtype="bfloat16")
+    product = op("aten.matmul.default", ("%q", "%k"), value("scores", 512, 16, 49, 49, dtype="bfloat16"))
+    tiles = 64 * 64 * (32 + 128) / (49 * 49 * 32)
+    assert shape_slowdowns(product, graph(operands, (), product)) == pytest.approx((4 * tiles, 4 * tiles))
