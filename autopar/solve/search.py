@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ModelInfo, SolverInfo
+from autopar.ir.plan_parts import ModelInfo, SolverInfo, ZeroStage
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import simulated_faster
@@ -184,13 +184,13 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
     found: list[Candidate] = []
     best = float("inf")
-    too_large: dict[tuple[Pipeline, bool], int] = {}
+    too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
     for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
         if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
             break
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1. With several stages a rank they
         # may: how many a rank holds depends on how they group.
-        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
+        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
         candidate = evaluate(setting, bounds, point, bounds.limit(best))
@@ -200,7 +200,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
         best = min(best, candidate.seconds)
         if candidate.step is not None:
             continue
-        kind = (point.pipeline, point.zero1)
+        kind = (point.pipeline, point.zero)
         too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
         if len(too_large) == 1 and not fits_at_all(setting, bounds, mesh):
             break
@@ -215,7 +215,7 @@ def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
 
 def least_memory_point(setting: Setting, mesh: Mesh) -> Point:
     """Point of a mesh that needs least memory: most microbatches, ZeRO-1, and fewest stages a rank."""
-    return max(enumerate_points(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
+    return max(enumerate_points(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero))
 
 
 def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
@@ -250,7 +250,7 @@ MAX_NOTES = 5
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
     """Whether the model can use that many tensor-parallel ranks on the same devices."""
-    return bool(next(shardings_at(setting, replace(point, mesh=Mesh(1, tp, 1), zero1=False))).strategies)
+    return bool(next(shardings_at(setting, replace(point, mesh=Mesh(1, tp, 1), zero=0))).strategies)
 
 
 def check_pieces(setting: Setting, explored: SearchResult) -> None:
@@ -329,7 +329,7 @@ def solve_final(bounds: LowerBounds, chosen: Candidate) -> tuple[Decision, Solve
     if chosen.problem.chunks > 1 and chosen.step is not None:
         return chosen.decision, certify_even_share(bounds, chosen)
     cuts = solve_cuts(chosen.problem)
-    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
+    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero, cuts.stage_of)
     return decision, certify(bounds, decision, cuts)
 
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.ir.graph import Weight
+from autopar.ir.plan_parts import ZeroStage
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.tools.parity.compare import compare
@@ -46,17 +47,17 @@ def test_equals_one_gpu(model: Any, pp: int, dp: int, precision: str, monkeypatc
     # What is rounded otherwise grows without bounds in batch norm over few samples of one pixel, and with each step.
     steady: dict[str, Any] = {"steps": 1, "compile": False} if model is resnet18 else {"steps": 3}
     parity = compare(
-        model(), x, devices=pp * dp, microbatches=2, precision=precision, pp=pp, dp=dp, tp=1, zero1=True, **steady
+        model(), x, devices=pp * dp, microbatches=2, precision=precision, pp=pp, dp=dp, tp=1, zero=1, **steady
     )
     assert parity.ok, [row for row in parity.rows if not row.ok]
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_checkpoints_have_all_masters(zero1: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_checkpoints_have_all_masters(zero: ZeroStage, tmp_path: Path) -> None:
     need(2)
     torch.manual_seed(0)
     model, x, y = tiny_vit(2), torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
-    plan = plan_by_hand(model, x, 2, [], dp=2, zero1=zero1, precision="bf16")
+    plan = plan_by_hand(model, x, 2, [], dp=2, zero=zero, precision="bf16")
     with autopar.parallelize(model, 2, x, loss_fn=F.cross_entropy, optimizer=ADAMW, plan=plan) as pm:
         for _ in range(3):
             pm.train_step(x, y)

@@ -10,6 +10,7 @@ from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.graph import Weight
 from autopar.ir.hardware import CollectiveKind, Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.plan_parts import ZeroStage
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,13 @@ class Sharing:
     Args:
         tp: ranks that each hold a shard or a copy of a weight.
         dp: replicas.
-        zero1: whether each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only.
+        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
     """
 
     tp: int = 1
     dp: int = 1
-    zero1: bool = False
+    zero: ZeroStage = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
 
 
@@ -76,7 +77,7 @@ def sharded_weight_cost(
 
 def state_ranks(sharing: Sharing) -> int:
     """Number of ranks that divide the optimizer state of one weight."""
-    return sharing.dp if sharing.zero1 else 1
+    return sharing.dp if sharing.zero else 1
 
 
 def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
@@ -120,7 +121,7 @@ def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> floa
     there is one) during the next forward.
     """
     ranks, stride = sharing.dp, sharing.tp
-    if not sharing.zero1:
+    if not sharing.zero:
         return bucket_share_seconds("all-reduce", weight.stored_bytes, hardware, ranks, stride)
     scatter = bucket_share_seconds("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
     return scatter + bucket_share_seconds("all-gather", weight.num_bytes, hardware, ranks, stride)
@@ -128,7 +129,7 @@ def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> floa
 
 def replica_traffic_bytes(weight: Weight, sharing: Sharing) -> int:
     """Bytes of a weight that collectives between replicas move: gradient and, under ZeRO-1, updated weight."""
-    return weight.stored_bytes + (weight.num_bytes if sharing.zero1 else weight.stored_bytes)
+    return weight.stored_bytes + (weight.num_bytes if sharing.zero else weight.stored_bytes)
 
 
 def bucket_share_seconds(

@@ -20,7 +20,7 @@ from autopar.runtime.optim.param_groups import options_by_name
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
-from autopar.runtime.params.zero1_gather import ZeroParamGather
+from autopar.runtime.params.zero_gather import ZeroParamGather
 from autopar.runtime.spec import RankSpec, UpdateResult
 
 

@@ -9,6 +9,6 @@ Reading order:
     grad_buffer.py      main grads: sums over microbatches in flat memory
     grad_reduce.py      their all-reduce or reduce-scatter over replicas
     compute_copies.py   low-precision copies that programs read
-    zero1_gather.py     ZeRO-1 all-gather of updated weights, with prefetch
+    zero_gather.py     ZeRO-1 all-gather of updated weights, with prefetch
     full_params.py      unsharded parameters, for optimizers that need them
 """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.ir.program import Program
-from autopar.runtime.params.zero1_gather import ZeroParamGather
+from autopar.runtime.params.zero_gather import ZeroParamGather
 
 
 class ComputeParams:

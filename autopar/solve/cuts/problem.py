@@ -14,7 +14,7 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
+from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo, ZeroStage
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -53,7 +53,9 @@ class Priced:
 class Costs(Protocol):
     """Prices that the search asks for. Implementations remember their answers."""
 
-    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         """The model under one sharding, for ``size`` samples per microbatch.
 
         Args:

@@ -8,7 +8,7 @@ from itertools import count
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName, ZeroStage
 from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
@@ -41,7 +41,7 @@ class Point:
 
     mesh: Mesh
     microbatches: int
-    zero1: bool = False
+    zero: ZeroStage = 0
     pipeline: Pipeline = Pipeline()
 
     @property
@@ -79,13 +79,13 @@ class Candidate:
     @property
     def decision(self) -> Decision:
         assert self.stage_of is not None, f"{self.point} was not cut"
-        return Decision(self.problem, self.priced, self.point.zero1, self.stage_of)
+        return Decision(self.problem, self.priced, self.point.zero, self.stage_of)
 
 
 def point_of(decision: Decision) -> Point:
     """Point at which a decision was found."""
     problem = decision.problem
-    return Point(problem.mesh, problem.microbatches, decision.zero1, Pipeline(problem.schedule, problem.chunks))
+    return Point(problem.mesh, problem.microbatches, decision.zero, Pipeline(problem.schedule, problem.chunks))
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ def microbatch_samples(setting: Setting, point: Point) -> int:
 def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
     """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open;
     of schedules that run the same actions in the same order only the first."""
-    wanted = setting.constraints.zero1
+    wanted = setting.constraints.zero
     for pipeline in allowed_pipelines(setting.constraints, mesh):
-        for zero1 in (False, True) if wanted is None else (wanted,):
-            if not zero1 or mesh.dp > 1:
+        for zero in (0, 1) if wanted is None else (wanted,):
+            if not zero or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
-                    point = Point(mesh, m, zero1, pipeline)
+                    point = Point(mesh, m, zero, pipeline)
                     if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
                         yield point
 
@@ -178,7 +178,7 @@ def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
 def priced_at(setting: Setting, point: Point, memory_level: int) -> Priced | None:
     """The point's prices under its fastest sharding, or a smaller one."""
     mesh, size = point.mesh, microbatch_samples(setting, point)
-    return setting.costs.priced(mesh.tp, mesh.dp, point.zero1, size, point.microbatches, memory_level)
+    return setting.costs.priced(mesh.tp, mesh.dp, point.zero, size, point.microbatches, memory_level)
 
 
 def shardings_at(setting: Setting, point: Point) -> Iterator[Priced]:
@@ -227,7 +227,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
-        owners=mesh.dp if point.zero1 else 1,
+        owners=mesh.dp if point.zero else 1,
     )
 
 

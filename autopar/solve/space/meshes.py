@@ -68,7 +68,7 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"groups of {mesh.tp} ranks cross nodes of {plural(per_node, 'device')}"
     if constraints.microbatches is not None and constraints.microbatches > local:
         return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
-    if constraints.zero1 and mesh.dp == 1:
+    if constraints.zero and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
         return "no pipeline, in which alone ranks have several stages"
@@ -190,7 +190,9 @@ def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
     sizes = {name: getattr(constraints, name) for name in ("pp", "tp", "dp", "chunks", "microbatches")}
     asked = {name: f"{name}={size}" for name, size in sizes.items() if size is not None}
     return (
-        asked | ({"zero1": "zero1"} if constraints.zero1 else {}) | ({"pins": "the pins"} if constraints.pins else {})
+        asked
+        | ({"zero": f"zero={constraints.zero}"} if constraints.zero else {})
+        | ({"pins": "the pins"} if constraints.pins else {})
     )
 
 

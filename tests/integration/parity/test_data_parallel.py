@@ -25,6 +25,7 @@ from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine.executor import ActionTiming
@@ -38,7 +39,7 @@ from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 from autopar.tools.bench.bubble import bubble_bound_seconds
 
-MESHES = [(1, 2, False), (1, 4, True), (2, 2, False), (2, 2, True), (3, 2, True)]  # pp, dp, zero1
+MESHES: list[tuple[int, int, ZeroStage]] = [(1, 2, 0), (1, 4, 1), (2, 2, 0), (2, 2, 1), (3, 2, 1)]  # pp, dp, zero
 
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -62,13 +63,13 @@ def outputs_agree(pm: Any, reference: Reference, x: Any, train: bool) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_one_device(name: str, mesh: tuple[int, int, bool]) -> None:
+def test_equals_one_device(name: str, mesh: tuple[int, int, ZeroStage]) -> None:
     torch.manual_seed(0)
     make, loss_fn = MODELS[name]
-    pp, dp, zero1 = mesh
+    pp, dp, zero = mesh
     model = make()
     x, y = data(name, 5 * dp)  # microbatches of 2, 2, 1 on each replica
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, pp), dp=dp, zero1=zero1)
+    plan = plan_by_hand(model, x, 3, even_firsts(model, x, pp), dp=dp, zero=zero)
     pm = in_threads(model, plan, x, loss_fn, optimizer=ADAMW)
     reference = Reference(model, loss_fn, ADAMW)
     for batch in (5, 2):  # accumulated
@@ -96,14 +97,14 @@ def test_equals_one_device(name: str, mesh: tuple[int, int, bool]) -> None:
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state after evaluation and loading")
 
 
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("loss_fn", [main_loss, loss_of_some])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_head_that_only_some_replicas_read(stages: int, loss_fn: Any, zero1: bool) -> None:
+def test_a_head_that_only_some_replicas_read(stages: int, loss_fn: Any, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model, x = TwoHeads(), torch.randn(6, 8)
     decaying = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, stages), dp=2, zero1=zero1)
+    plan = plan_by_hand(model, x, 3, even_firsts(model, x, stages), dp=2, zero=zero)
     pm = in_threads(model, plan, x, loss_fn, optimizer=decaying)
     reference = Reference(model, loss_fn, decaying)
     for y in ([1] * 6, [1, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1], [0] * 6, [2] * 6):
@@ -111,12 +112,12 @@ def test_a_head_that_only_some_replicas_read(stages: int, loss_fn: Any, zero1: b
         assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_clipping_by_the_global_norm(zero1: bool) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_clipping_by_the_global_norm(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = Tied()
     x, y = data("tied", 6)
-    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"], dp=2, zero1=zero1)
+    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"], dp=2, zero=zero)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW, clip_grad_norm=0.05)
     reference = Reference(model, F.cross_entropy, ADAMW)
     for _ in range(3):
@@ -128,8 +129,8 @@ def test_clipping_by_the_global_norm(zero1: bool) -> None:
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
 
 
-@pytest.mark.parametrize(("pp", "dp", "zero1"), [(1, 2, False), (2, 1, False), (2, 2, True)])
-def test_groups_by_original_names(pp: int, dp: int, zero1: bool) -> None:
+@pytest.mark.parametrize(("pp", "dp", "zero"), [(1, 2, 0), (2, 1, 0), (2, 2, 1)])
+def test_groups_by_original_names(pp: int, dp: int, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = Tied()
     x, y = data("tied", 8)
@@ -143,7 +144,7 @@ def test_groups_by_original_names(pp: int, dp: int, zero1: bool) -> None:
     for name, parameter in reference.model.named_parameters():
         expected[parameter.ndim > 1 and name != "embed.weight"]["params"].append(parameter)
     reference.optimizer = torch.optim.AdamW(expected, lr=1e-2)
-    plan = plan_by_hand(model, x, 2, even_firsts(model, x, pp), dp=dp, zero1=zero1)
+    plan = plan_by_hand(model, x, 2, even_firsts(model, x, pp), dp=dp, zero=zero)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=group_weights)
     for _ in range(3):
         updated_alike(pm, reference, x, y)
@@ -182,21 +183,21 @@ def test_gradients_are_summed_once_a_step_and_while_the_last_backward_runs(monke
     assert noted == [[f"{stage}B2"] * 2 + ["None"] for stage in (0, 0, 1, 1)]
 
 
-def test_zero1_divides_the_state_of_the_optimizer() -> None:
+@pytest.mark.parametrize(("zero", "expected"), [(0, [5, 5]), (1, [3, 2])])
+def test_zero_divides_the_state_of_the_optimizer(zero: ZeroStage, expected: list[int]) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
     x, y = torch.randn(8, 16), torch.randn(8, 16)
     weight = 16 * 16 * 4 * 2 + 4  # two moments and a step count
-    for zero1, expected in ((False, [5, 5]), (True, [3, 2])):
-        pm = in_threads(model, plan_by_hand(model, x, 2, [], dp=2, zero1=zero1), x, F.mse_loss, optimizer=ADAMW)
-        pm.train_step(x, y)
-        assert [pm.stats()[rank].optimizer_bytes for rank in range(2)] == [n * weight for n in expected]
+    pm = in_threads(model, plan_by_hand(model, x, 2, [], dp=2, zero=zero), x, F.mse_loss, optimizer=ADAMW)
+    pm.train_step(x, y)
+    assert [pm.stats()[rank].optimizer_bytes for rank in range(2)] == [n * weight for n in expected]
 
 
 def test_a_replica_that_owns_nothing() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(8, 4, bias=False), torch.randn(8, 8), torch.randint(0, 4, (8,))
     halve = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    plan = plan_by_hand(model, x, 1, [], dp=4, zero1=True)
+    plan = plan_by_hand(model, x, 1, [], dp=4, zero=1)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW, lr_scheduler=halve)
     reference = Reference(model, F.cross_entropy, ADAMW)
     scheduler = halve(reference.optimizer)
@@ -376,17 +377,17 @@ def test_shards_draw_the_same_random_numbers() -> None:
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-WORLDS = [(1, 2, True), (1, 4, False), (2, 2, False), (2, 2, True)]
+WORLDS = [(1, 2, 1), (1, 4, 0), (2, 2, 0), (2, 2, 1)]
 
 
-@pytest.mark.parametrize(("pp", "dp", "zero1"), only([(1, 2, True), (2, 2, False)], WORLDS))
-def test_processes_equal_one_device(pp: int, dp: int, zero1: bool) -> None:
+@pytest.mark.parametrize(("pp", "dp", "zero"), only([(1, 2, 1), (2, 2, 0)], WORLDS))
+def test_processes_equal_one_device(pp: int, dp: int, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     name = "normed" if pp == 1 else "tied"
     make, loss_fn = MODELS[name]
     model = make()
     x, y = data(name, 5 * dp)
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, pp), dp=dp, zero1=zero1)
+    plan = plan_by_hand(model, x, 3, even_firsts(model, x, pp), dp=dp, zero=zero)
     reference = Reference(model, loss_fn, ADAMW)
     with autopar.parallelize(model, pp * dp, x, loss_fn=loss_fn, optimizer=ADAMW, plan=plan) as pm:
         assert (pm.data_rank, pm.data_size) == (0, 1)
@@ -404,12 +405,12 @@ def test_processes_equal_one_device(pp: int, dp: int, zero1: bool) -> None:
         assert pm.measure_memory(x, y).keys() == pm.stats().keys() == set(range(pp * dp))
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_the_predicted_peak_counts_gradients_that_wait_for_their_bucket(zero1: bool) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_predicted_peak_counts_gradients_that_wait_for_their_bucket(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 10))
     x, y = torch.randn(8, 512), torch.randint(0, 10, (8,))
-    with autopar.parallelize(model, 2, x, optimizer=ADAMW, dp=2, zero1=zero1, microbatches=1) as pm:
+    with autopar.parallelize(model, 2, x, optimizer=ADAMW, dp=2, zero=zero, microbatches=1) as pm:
         pm.train_step(x, y)
         measured = pm.measure_memory(x, y)
         for own, predicted in zip(measured.values(), pm.plan.prediction.peak_bytes, strict=True):

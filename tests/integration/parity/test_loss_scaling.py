@@ -96,7 +96,7 @@ def assert_goes_on_like(
 def test_overflow_is_agreed_and_training_goes_on(limit: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x, y = ConvNet(), torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
-    plan = plan_by_hand(model, x, 2, ["conv.conv2d"], dp=2, zero1=True, precision="fp16")
+    plan = plan_by_hand(model, x, 2, ["conv.conv2d"], dp=2, zero=1, precision="fp16")
     pm = in_threads(model, plan, x, steep, optimizer=ADAMW, **limit)
     alone = Scaled(Reference(Autocast(model, torch.float16), steep, ADAMW), limit)
     assert_goes_on_like(pm, alone, x, y, replicas=2, steps=6)

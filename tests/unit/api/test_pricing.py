@@ -17,6 +17,7 @@ from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import ZeroStage
 from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -46,7 +47,7 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     assert collectives == {"autopar.all_reduce.default": 6, "autopar.sum_gradient.default": 6} | masked
     sharing = Sharing(tp, storage=by_hand.storage)
     megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.unsharded_costs(size).groups)
-    found = costs.priced(tp, 1, False, size, 1, 0)
+    found = costs.priced(tp, 1, 0, size, 1, 0)
     assert found is not None
     # Choices are priced to about 0.1 % as the graph that they make (autopar.cost.strategies.group_cost).
     assert found.seconds <= sum(group.seconds for group in megatron.groups) * (1 + 2e-3)
@@ -115,11 +116,11 @@ def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> Non
     assert max(s.optimizer_seconds for s in plan.stages) <= plan.prediction.optimizer_seconds
 
 
-def test_what_replicas_exchange_drags_a_step() -> None:
+@pytest.mark.parametrize(("replicas", "zero", "num_bytes"), [(1, 0, 0), (2, 1, 8), (4, 1, 8), (4, 0, 8)])
+def test_what_replicas_exchange_drags_a_step(replicas: int, zero: ZeroStage, num_bytes: int) -> None:
     """Beside compute it is hidden, and costs time by its bytes nevertheless."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     graph = trace(model.to("meta"), (torch.empty(32, 64, device="meta"),), {}, "train", "mlp")
     machine = replace(load_hardware("h200-nvlink"), replica_bytes_per_second=1e9)
-    for replicas, zero1, num_bytes in ((1, False, 0), (2, True, 8), (4, True, 8), (4, False, 8)):
-        for weight in PlanCosts(graph, machine).unsharded(replicas, zero1, 8).cost.weights:
-            assert weight.contention_seconds == pytest.approx(num_bytes * weight.numel / 1e9)
+    for weight in PlanCosts(graph, machine).unsharded(replicas, zero, 8).cost.weights:
+        assert weight.contention_seconds == pytest.approx(num_bytes * weight.numel / 1e9)

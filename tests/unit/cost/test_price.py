@@ -298,7 +298,7 @@ SHARES = {
     "alone": (Sharing(), (128 + 128 + 256, 0.0, 1024e-9)),
     "two replicas": (Sharing(dp=2), (512, 128e-6 + 1e-3 * 128 / BUCKET, 1024e-9)),
     "ZeRO-1": (
-        Sharing(dp=2, zero1=True),
+        Sharing(dp=2, zero=1),
         (128 + 128 + 128, 2 * (64e-6 + 1e-3 * 128 / BUCKET), 512e-9),
     ),
     "summed over shards": (

@@ -15,12 +15,13 @@ from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
 from support.symmetric_buffers import ThreadBuffers, on_all
 
+from autopar.ir.plan_parts import ZeroStage
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params import flat_buckets as buckets
-from autopar.runtime.params import zero1_gather as replica_weights
+from autopar.runtime.params import zero_gather as replica_weights
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
@@ -90,12 +91,12 @@ def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return asked
 
 
-def trained(dp: int, zero1: bool, precision: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(dp: int, zero: ZeroStage, precision: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of some steps, and of accumulated ones."""
     torch.manual_seed(0)
     model = tiny_vit(2)
     x, y = torch.randn(4 * dp, 3, 32, 32), torch.randint(0, 10, (4 * dp,))
-    plan = plan_by_hand(model, x, 2, [], dp=dp, zero1=zero1, precision=precision)
+    plan = plan_by_hand(model, x, 2, [], dp=dp, zero=zero, precision=precision)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
     losses = [pm.train_step(x, y).loss for _ in range(3)]
     losses.append(pm.forward_backward(x, y).loss)
@@ -105,13 +106,13 @@ def trained(dp: int, zero1: bool, precision: Any) -> tuple[list[float], dict[str
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", [2, 3])
-def test_training_through_buffers(dp: int, zero1: bool, precision: str, request: pytest.FixtureRequest) -> None:
-    losses, weights = trained(dp, zero1, precision)
+def test_training_through_buffers(dp: int, zero: ZeroStage, precision: str, request: pytest.FixtureRequest) -> None:
+    losses, weights = trained(dp, zero, precision)
     asked = request.getfixturevalue("shared_buffers")
     request.getfixturevalue("unequal")
-    again, others = trained(dp, zero1, precision)
+    again, others = trained(dp, zero, precision)
     assert asked == [tuple(range(dp))] * dp
     # A sum in another order moves a weight by 1e-7, and what it rounds to in bf16 by 1e-3 of it.
     tolerance = 1e-5 if precision == "fp32" else 2e-3

@@ -45,12 +45,12 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
     """The search finds what trying every mesh, number of microbatches and ZeRO-1 one by one finds."""
     every = [
         meshed(
-            Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp, zero1=zero1, microbatches=microbatches),
+            Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp, zero=zero, microbatches=microbatches),
             reduce=reduce,
             overhead=overhead,
         )
         for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
-        for zero1 in ((False, True) if pp * tp < 4 else (False,))
+        for zero in ((0, 1) if pp * tp < 4 else (0,))
         for microbatches in (1, 2, 4, 8)
         if microbatches <= 8 // (4 // pp // tp)
     ]
@@ -78,7 +78,7 @@ def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket_and_
 
 
 def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer() -> None:
-    plan = meshed(Constraints(devices=2, batch=16, dp=2, zero1=False, microbatches=8), reduce=40e-3)
+    plan = meshed(Constraints(devices=2, batch=16, dp=2, zero=0, microbatches=8), reduce=40e-3)
     assert plan.prediction.reduce_seconds == pytest.approx(40e-3)
     assert plan.prediction.optimizer_seconds == pytest.approx(8e-3)
     assert plan.prediction.step_seconds == pytest.approx(8 * 24e-3 + 48e-3)
@@ -86,12 +86,12 @@ def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer(
 
 def test_zero1_is_taken_where_it_saves_time_and_where_memory_asks_for_it() -> None:
     asked = Constraints(devices=2, batch=16, dp=2)
-    assert meshed(asked).zero1 and not meshed(replace(asked, zero1=False)).zero1
-    assert meshed(replace(asked, zero1=True)).decision.count("ZeRO-1") == 1
+    assert meshed(asked).zero and not meshed(replace(asked, zero=0)).zero
+    assert meshed(replace(asked, zero=1)).decision.count("ZeRO-1") == 1
     with pytest.raises(InfeasibleError):
-        meshed(replace(asked, zero1=False, memory=30 * GIB), memory={"weight": 6.0})
+        meshed(replace(asked, zero=0, memory=30 * GIB), memory={"weight": 6.0})
     plan = meshed(replace(asked, memory=30 * GIB), memory={"weight": 6.0})
-    assert plan.zero1 and set(plan.prediction.peak_bytes) == {24 * GIB}
+    assert plan.zero and set(plan.prediction.peak_bytes) == {24 * GIB}
     assert ("1 microbatch, no ZeRO-1", None, "does not fit: over 48.0 GiB") in listed(plan)
 
 
@@ -138,8 +138,8 @@ def test_devices_that_no_mesh_can_use() -> None:
     [
         ({"dp": 2, "schedule": "interleaved", "chunks": 3},
          "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1) or chunks=3 (for pp 1 × tp 1 × dp 2)."),
-        ({"pp": 2, "zero1": True},
-         "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero1 (for pp 2 × tp 1 × dp 1)."),
+        ({"pp": 2, "zero": 1},
+         "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero=1 (for pp 2 × tp 1 × dp 1)."),
         ({"dp": 2, "pins": {"blocks.0": 0, "blocks.1": 1}, "chunks": 2, "schedule": "interleaved"},
          "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1)."),
     ],
@@ -185,7 +185,7 @@ def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_eith
 
 def test_replicas_win_where_reduction_is_free() -> None:
     plan = meshed(Constraints(devices=4, batch=32))
-    assert (str(plan.mesh), plan.microbatches, plan.zero1) == ("pp 1 × tp 1 × dp 4", 1, True)
+    assert (str(plan.mesh), plan.microbatches, plan.zero) == ("pp 1 × tp 1 × dp 4", 1, 1)
     assert plan.stages[0].ranks == (0, 1, 2, 3) and len(plan.prediction.peak_bytes) == 4
     assert plan.blocks == () and plan.strategies == {} and plan.shardings == {}
     assert Plan.from_json(plan.to_json()) == plan
