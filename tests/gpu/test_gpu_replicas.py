@@ -90,7 +90,7 @@ def test_gradients_move_in_a_few_kernels() -> None:
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
                 for name, copy in copies.items():
-                    gradients.mark_ready(name, copy)
+                    gradients.mark_ready(name, copy.grad)
                 gradients.flush()
                 torch.cuda.synchronize()
             counts.append(sum(str(e.device_type).endswith("CUDA") for e in profiler.events() or ()))
@@ -129,6 +129,6 @@ def test_a_transposed_gradient_is_added_where_it_belongs() -> None:
     parts = [torch.randn(512, 256, device="cuda").bfloat16(), torch.randn(256, 512, device="cuda").bfloat16().t()]
     for part in (*parts, parts[0]):
         copy.grad = part.clone(memory_format=torch.preserve_format)
-        gradients.mark_ready("w", copy)
+        gradients.mark_ready("w", copy.grad)
         gradients.flush()
     assert torch.equal(gradients.views["w"], parts[0].float() + parts[1].float() + parts[0].float())
