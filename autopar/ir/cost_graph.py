@@ -86,10 +86,11 @@ class ResidentTensor:
 
     Args:
         optimizer_seconds: the update, and other work that nothing hides, such as summing a gradient over shards.
-        reduce_seconds: gradient reduction over the replicas, which the last backward can hide; under ZeRO-1 also the
+        reduce_seconds: gradient reduction over the replicas, which the last backward can hide; under ZeRO also the
             weight all-gather, which the first forward can hide.
         contention_seconds: slowdown of compute by that communication even where it is hidden.
-        gradient_bytes: main gradient, included in ``num_bytes``.
+        gradient_bytes: main gradient, included in ``num_bytes``; under ZeRO-2 the whole one, of which ``num_bytes``
+            includes the rank's part.
         wgrad_bytes: temporary weight gradient that a backward produces, in the compute dtype; 0 where the wgrad matmul
             accumulates into the main gradient.
         copy_bytes: the low-precision copy that programs read, 0 where they read the stored weight.

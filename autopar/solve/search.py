@@ -96,7 +96,7 @@ def search(
 ) -> Plan:
     """The fastest plan found, with the ones it was preferred to.
 
-    Every mesh with every number of microbatches, with and without ZeRO-1, under every schedule that is left open, has a
+    Every mesh with every number of microbatches, at every ZeRO stage, under every schedule that is left open, has a
     lower bound of its step. In the order of these bounds each is priced, cut contiguously and simulated, until the next
     bound is above the best step: what comes later cannot be better. The integer program then cuts for the best, where
     ranks have one stage each. Where tensors are sharded, ``refine`` may decide on cuts and shardings together.
@@ -188,7 +188,10 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
         if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
             break
-        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1. With several stages a rank they
+        # ZeRO-2 takes as long as ZeRO-1 and less memory: it is for what does not fit otherwise.
+        if point.zero == 2 and setting.constraints.zero is None and (point.pipeline, 1) not in too_large:
+            continue
+        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
         # may: how many a rank holds depends on how they group.
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
@@ -208,14 +211,18 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
 
 
 def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
-    """Whether the mesh fits with its smallest microbatches."""
-    candidate = evaluate(setting, bounds, least_memory_point(setting, mesh), float("inf"))
-    return candidate is not None and candidate.step is not None
+    """Whether the mesh fits at a point that needs little memory."""
+    found = (evaluate(setting, bounds, point, float("inf")) for point in least_memory_points(setting, mesh))
+    return any(candidate is not None and candidate.step is not None for candidate in found)
 
 
-def least_memory_point(setting: Setting, mesh: Mesh) -> Point:
-    """Point of a mesh that needs least memory: most microbatches, ZeRO-1, and fewest stages a rank."""
-    return max(enumerate_points(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero))
+def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
+    """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches, or ZeRO-2."""
+    points = list(enumerate_points(setting, mesh))
+    fewest = min(p.pipeline.chunks for p in points)
+    points = [p for p in points if p.pipeline.chunks == fewest]
+    best = [max(points, key=lambda p: (p.microbatches, p.zero)), max(points, key=lambda p: (p.zero, p.microbatches))]
+    return list(dict.fromkeys(best))
 
 
 def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
@@ -269,13 +276,12 @@ def check_pieces(setting: Setting, explored: SearchResult) -> None:
 
 
 def least_memory_candidate(setting: Setting, explored: SearchResult) -> Candidate:
-    """The candidate that needs least memory, over all meshes: with most microbatches, ZeRO-1 and smallest sharding.
+    """The candidate that needs least memory, over all meshes, with the smallest sharding.
 
     Contiguous cuts of it do not fit; it is what the integer program is asked for, and what an error names.
     """
     best, least = None, float("inf")
-    for mesh in explored.by_mesh:
-        point = least_memory_point(setting, mesh)
+    for point in (p for mesh in explored.by_mesh for p in least_memory_points(setting, mesh)):
         *_, priced = shardings_at(setting, point)
         problem = make_cut_problem(setting, point, priced)
         if best is not None and even_share_bytes(problem) >= least:

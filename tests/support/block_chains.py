@@ -145,7 +145,7 @@ class Splittable:
     Attributes:
         overhead: collectives and repeated work, as a share of a group's time; each memory level adds it once more.
         reduce: seconds of the reduction of all gradients over replicas.
-        levels: number of memory levels; each halves the bytes of weights.
+        levels: number of memory levels; each halves the bytes of weights, as each ZeRO stage does.
         able: tensor-parallel sizes that can be used.
     """
 
@@ -171,7 +171,7 @@ class Splittable:
                     backward_collective_seconds=extra * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
             for g in whole.groups
         )  # fmt: skip
-        share = tp * 2**memory_level * (2 if zero else 1)
+        share = tp * 2 ** (memory_level + zero)
         weights = tuple(
             replace(w, num_bytes=w.num_bytes // share,
                     optimizer_seconds=w.optimizer_seconds / tp / (dp if zero else 1),

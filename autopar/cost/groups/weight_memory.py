@@ -20,7 +20,8 @@ class Sharing:
     Args:
         tp: ranks that each hold a shard or a copy of a weight.
         dp: replicas.
-        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only.
+        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; at 2
+            also their gradients only.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
     """
 
@@ -38,8 +39,8 @@ def weight_cost(
 ) -> ResidentTensor:
     """Cost of a weight on one rank: value, main gradient and optimizer state, and what a step spends on them.
 
-    With low-precision parameters these are the FP32 master's, and the compute copy is added. Under ZeRO-1 only the
-    owner keeps master and state. The copy's gradient is freed after it is added to the main gradient.
+    With low-precision parameters these are the FP32 master's, and the compute copy is added. Under ZeRO only the owner
+    keeps master and state, and at stage 2 the main gradient. The copy's gradient is freed after it is added to that.
 
     Args:
         weight: this rank's shard of it.
@@ -83,10 +84,14 @@ def state_ranks(sharing: Sharing) -> int:
 def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
     """Bytes of a trained weight on one rank: value, compute copy, main gradient, and its part of the optimizer state.
 
-    With a compute copy, ZeRO-1 divides the master value like the optimizer state, unless averaged weights (EMA) read
-    the master.
+    With a compute copy, ZeRO divides the master value like the optimizer state, unless averaged weights (EMA) read the
+    master. Stage 2 divides the gradient too.
     """
-    owned, everywhere = weight.state_bytes * weight.numel, weight.stored_bytes + weight.num_bytes
+    owned, everywhere = weight.state_bytes * weight.numel, weight.num_bytes
+    if sharing.zero == 2:
+        owned += weight.stored_bytes
+    else:
+        everywhere += weight.stored_bytes
     if weight.copy_bytes and weight.average_bytes:
         everywhere += weight.stored_bytes
     elif weight.copy_bytes:
@@ -103,12 +108,15 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     """Seconds that a weight takes between the last backward and the next forward.
 
     They are its update, the cast to its compute copy, and the all-reduce of a gradient that is partial over the tensor
-    parallel ranks. Under ZeRO-1 only the owner updates and casts.
+    parallel ranks. Under ZeRO only the owner updates and casts. At stage 2 it also moves the reduced gradient out of
+    the buffer in which it came.
     """
     stored = weight.stored_bytes
     seconds = update_seconds(weight, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
+    if sharing.zero == 2:
+        seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
     return seconds
@@ -117,7 +125,7 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
 def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> float:
     """Seconds to all-reduce a gradient over the replicas.
 
-    Under ZeRO-1 a reduce-scatter of the gradient, and an all-gather of the updated weight (of its compute copy, if
+    Under ZeRO a reduce-scatter of the gradient, and an all-gather of the updated weight (of its compute copy, if
     there is one) during the next forward.
     """
     ranks, stride = sharing.dp, sharing.tp
@@ -128,7 +136,7 @@ def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> floa
 
 
 def replica_traffic_bytes(weight: Weight, sharing: Sharing) -> int:
-    """Bytes of a weight that collectives between replicas move: gradient and, under ZeRO-1, updated weight."""
+    """Bytes of a weight that collectives between replicas move: gradient and, under ZeRO, updated weight."""
     return weight.stored_bytes + (weight.num_bytes if sharing.zero else weight.stored_bytes)
 
 

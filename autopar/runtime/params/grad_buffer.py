@@ -166,6 +166,9 @@ class MainGrad:
     name: str
     tensor: torch.Tensor
 
+    def buffer(self) -> torch.Tensor:
+        return self.tensor
+
     def is_initialized(self) -> bool:
         return self.name in self.gradients.accumulated
 

@@ -93,7 +93,7 @@ class RankCost:
     def exposed_seconds(self) -> float:
         """Exposed gradient-reduction time: the part that the last backward does not hide, at least one bucket.
 
-        Under ZeRO-1 it includes the exposed all-gather of weights. Adds the slowdown that overlapped communication
+        Under ZeRO it includes the exposed all-gather of weights. Adds the slowdown that overlapped communication
         causes in compute.
 
         Error: the all-gather is compared with the backward, which is longer than the forward that hides it. Ranks

@@ -52,7 +52,7 @@ class PendingGrads:
     Without buckets they stay where autograd leaves them. With buckets they wait until their bucket is full
     (`autopar.runtime.params.grad_buffer`); low-precision ones are widened before they are added.
 
-    Error: under ZeRO-1 a bucket of a model with few kinds of blocks may be several times as large as here. GPUs widen
+    Error: under ZeRO a bucket of a model with few kinds of blocks may be several times as large as here. GPUs widen
         small gradients only.
     """
 

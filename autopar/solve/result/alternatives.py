@@ -78,14 +78,14 @@ def point_label(point: Point, dp: int) -> str:
 def neighbours(
     setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other choice of ZeRO-1."""
+    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other ZeRO stages."""
     chosen = point_of(decision)
     microbatches = chosen.microbatches
     points = [p for p in enumerate_points(setting, chosen.mesh) if alike(p, chosen.pipeline)]
-    same = [p for p in points if p.zero == decision.zero]
+    same = [p for p in points if p.zero == min(decision.zero, 1)]  # ZeRO-2 is for one microbatch
     near = [p for p in same if p.microbatches < microbatches][-1:]
     near += [p for p in same if p.microbatches > microbatches][:1]
-    near += [p for p in points if p.zero != decision.zero and p.microbatches == microbatches]
+    near += [p for p in points if p.zero != decision.zero and p.zero < 2 and p.microbatches == microbatches]
     return looked_up(setting, bounds, by_mesh, near)
 
 

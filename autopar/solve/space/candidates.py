@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
@@ -37,7 +38,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the search space: mesh, microbatches per replica, ZeRO-1, and schedule."""
+    """Point of the search space: mesh, microbatches per replica, ZeRO stage, and schedule."""
 
     mesh: Mesh
     microbatches: int
@@ -123,20 +124,22 @@ def microbatch_samples(setting: Setting, point: Point) -> int:
 
 
 def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
-    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open;
-    of schedules that run the same actions in the same order only the first."""
+    """Every number of microbatches, at every ZeRO stage and under every schedule as far as that is left open; of
+    schedules that run the same actions in the same order only the first. ZeRO-2 is for one microbatch."""
     wanted = setting.constraints.zero
     for pipeline in allowed_pipelines(setting.constraints, mesh):
-        for zero in (0, 1) if wanted is None else (wanted,):
+        for zero in get_args(ZeroStage) if wanted is None else (wanted,):
             if not zero or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
+                    if zero == 2 and m > 1:
+                        break
                     point = Point(mesh, m, zero, pipeline)
                     if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
                         yield point
 
 
 def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
-    """Points with the same mesh, microbatches and ZeRO-1 under every other schedule."""
+    """Points with the same mesh, microbatches and ZeRO stage under every other schedule."""
     points = enumerate_points(setting, point.mesh)
     return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
@@ -227,7 +230,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
-        owners=mesh.dp if point.zero else 1,
+        zero=point.zero,
     )
 
 

@@ -58,6 +58,12 @@ class Constraints(PlanConstraints):
                 "more, or leave zero out."
             )
 
+        if self.zero == 2 and (self.microbatches or 1) > 1:
+            raise UsageError(
+                f"zero=2 with microbatches={self.microbatches}: ZeRO-2 reduces gradients after every backward, and is "
+                "for one microbatch a step. Use microbatches=1 or zero=1."
+            )
+
     def capacity_bytes(self, hardware: Hardware) -> int:
         """Memory that a stage may use."""
         return int(USABLE_MEMORY * (self.memory or hardware.memory_bytes))

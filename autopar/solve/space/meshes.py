@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import plural
-from autopar.solve.space.constraints import Constraints
+from autopar.solve.space.constraints import Constraints, microbatch_candidates
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
     if constraints.zero and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
+    if constraints.zero == 2 and (smallest := min(microbatch_candidates(constraints, mesh.dp))) > 1:
+        return f"a replica has {smallest} microbatches, and ZeRO-2 is for one"
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
         return "no pipeline, in which alone ranks have several stages"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)

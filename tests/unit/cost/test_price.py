@@ -301,6 +301,10 @@ SHARES = {
         Sharing(dp=2, zero=1),
         (128 + 128 + 128, 2 * (64e-6 + 1e-3 * 128 / BUCKET), 512e-9),
     ),
+    "ZeRO-2": (
+        Sharing(dp=2, zero=2),
+        (128 + 64 + 128, 2 * (64e-6 + 1e-3 * 128 / BUCKET), 512e-9 + 128e-9),
+    ),
     "summed over shards": (
         Sharing(tp=2, storage={"fc1.weight": broadcast_layout()}),
         (512, 0.0, 1024e-9 + 128e-6 + 1e-3 * 128 / BUCKET),

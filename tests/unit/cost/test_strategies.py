@@ -374,7 +374,7 @@ def test_state_that_is_updated_in_place_stays_where_it_is():
         check_cost(picked, seconds_error=0.01, saved_error=0.07)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_replicas_change_what_weights_cost(zero: ZeroStage):
     """Split ones, replicated ones, and those that are read on parts of the tokens."""
     vit, sharing = case("vit without class token"), Sharing(2, 2, zero)

@@ -67,11 +67,22 @@ def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
         collectives(member).all_gather(flat, bucket(bounds))()
         return flat
 
-    rounds = zip(own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), strict=True)
-    for given, everywhere, parts, wholes in rounds:
+    def added(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        """Sums written elsewhere, and then added there again."""
+        part = bucket(bounds)
+        total = torch.full_like(part.segments(given)[member.rank], float("nan"))
+        for adds in (False, True):
+            collectives(member).reduce_scatter(given.clone(), part, total, adds)()
+        return total
+
+    rounds = zip(
+        own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), on_all(own, added), strict=True
+    )
+    for given, everywhere, parts, wholes, totals in rounds:
         for rank, (low, high) in enumerate(pairwise(bounds)):
             torch.testing.assert_close(everywhere[rank], given.sum(0))
             torch.testing.assert_close(parts[rank][low:high], given.sum(0)[low:high])
+            torch.testing.assert_close(totals[rank], 2 * given.sum(0)[low:high])
             assert all(torch.equal(whole[low:high], given[rank, low:high]) for whole in wholes)
 
 
@@ -96,7 +107,7 @@ def trained(dp: int, zero: ZeroStage, precision: Any) -> tuple[list[float], dict
     torch.manual_seed(0)
     model = tiny_vit(2)
     x, y = torch.randn(4 * dp, 3, 32, 32), torch.randint(0, 10, (4 * dp,))
-    plan = plan_by_hand(model, x, 2, [], dp=dp, zero=zero, precision=precision)
+    plan = plan_by_hand(model, x, 1 if zero == 2 else 2, [], dp=dp, zero=zero, precision=precision)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
     losses = [pm.train_step(x, y).loss for _ in range(3)]
     losses.append(pm.forward_backward(x, y).loss)
@@ -106,7 +117,7 @@ def trained(dp: int, zero: ZeroStage, precision: Any) -> tuple[list[float], dict
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("dp", [2, 3])
 def test_training_through_buffers(dp: int, zero: ZeroStage, precision: str, request: pytest.FixtureRequest) -> None:
     losses, weights = trained(dp, zero, precision)

@@ -42,7 +42,7 @@ def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() ->
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (40e-3, 0.4), (10e-3, 0.02)])
 def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> None:
-    """The search finds what trying every mesh, number of microbatches and ZeRO-1 one by one finds."""
+    """The search finds what trying every mesh, number of microbatches and ZeRO stage one by one finds."""
     every = [
         meshed(
             Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp, zero=zero, microbatches=microbatches),
@@ -95,13 +95,41 @@ def test_zero1_is_taken_where_it_saves_time_and_where_memory_asks_for_it() -> No
     assert ("1 microbatch, no ZeRO-1", None, "does not fit: over 48.0 GiB") in listed(plan)
 
 
+def test_zero2_is_taken_with_one_microbatch_where_zero1_does_not_fit() -> None:
+    asked = Constraints(devices=2, batch=16, dp=2)
+    weights = {"weight": 6.0}
+    plan = meshed(replace(asked, memory=30 * GIB), memory=weights)
+    assert plan.zero == 1 and not any("ZeRO-2" in label for label, *_ in listed(plan))
+    plan = meshed(replace(asked, memory=15 * GIB), memory=weights)
+    assert (plan.zero, plan.microbatches, set(plan.prediction.peak_bytes)) == (2, 1, {12 * GIB})
+    assert "ZeRO-2" in plan.decision and "ZeRO-2" in str(plan)
+    for row in ("2 microbatches, ZeRO-1", "1 microbatch, ZeRO-1"):
+        assert (row, None, "does not fit: over 24.0 GiB") in listed(plan)
+    for refused in ({"zero": 1}, {"microbatches": 2}):
+        with pytest.raises(InfeasibleError):
+            meshed(replace(asked, memory=15 * GIB, **refused), memory=weights)
+    with pytest.raises(InfeasibleError, match=r"needs 12\.0 GiB"):  # of all points it needs least
+        meshed(replace(asked, memory=10 * GIB), memory=weights)
+    asked_for = meshed(replace(asked, zero=2))
+    assert (asked_for.zero, asked_for.microbatches) == (2, 1)
+
+
+def test_zero2_leaves_room_for_larger_microbatches() -> None:
+    """Where ZeRO-1 needs small microbatches, which are slower, and ZeRO-2 does not."""
+    asked = Constraints(devices=2, batch=16, dp=2, memory=30 * GIB, recompute="none")
+    memory = {"weight": 6.0, "saved": 0.2}
+    plan = meshed(asked, memory=memory)
+    assert (plan.zero, plan.microbatches) == (1, 4)  # as fast as one microbatch, by these costs
+    assert meshed(replace(asked, microbatches=1), memory=memory).zero == 2
+
+
 def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
     asked = Constraints(devices=4, batch=32, tp=4, memory=10 * GIB)
     plan = meshed(asked, memory={"weight": 8.0, "saved": 0.2}, levels=3)
     assert max(plan.prediction.peak_bytes) <= 10 * GIB
     assert "collectives 17 % of the step" in plan.bound_by
     with pytest.raises(InfeasibleError) as caught:
-        meshed(replace(asked, tp=None), memory={"weight": 16.0, "saved": 0.2}, levels=1)
+        meshed(replace(asked, tp=None, zero=0), memory={"weight": 16.0, "saved": 0.2}, levels=1)
     assert str(caught.value) == (
         "No plan fits: stage 0 needs 32.4 GiB, ranks 0–3 have 9.70 GiB (97 % of 10.0 GiB). Largest: weights with "
         "gradients and optimizer state (32.0 GiB). The smallest memory that holds one stage is 33.4 GiB per device. "
