@@ -30,7 +30,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
     pairs = {(e.src, e.dst) for v in programs.specializations.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
-    if programs.plan.zero1:
+    if programs.plan.zero:
         owners = replica_owners(weights, positions, mesh.dp)
     first = RankSpec(
         rank=0,
@@ -43,6 +43,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         recipe=recipe,
         trainable=tuple(weight for weight in programs.example.weights if weight.requires_grad),
         storage=stored,
+        zero=programs.plan.zero,
         owners=owners,
         autocast=mixed_dtype(programs.example, programs.plan.precision),
         chunks=programs.plan.chunks,

@@ -54,9 +54,9 @@ def graph_module(
         weights: at least the program's weights, by name; not copied, so that several modules can share them.
         device: replaces every device in the trace.
         axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; by default the axis's name.
-        waits: for each weight that may still be gathered (ZeRO-1 prefetch), a function that waits for it. Several
+        waits: for each weight that may still be gathered (ZeRO prefetch), a function that waits for it. Several
             weights can share one. It is called before the first operation, region or segment that reads one of them.
-        sums: returns the main gradient of a weight, into which its compiled linear layer accumulates, or None.
+        sums: returns the key of a weight's main gradient, into which its compiled linear layer accumulates, or None.
         compiled: compile the operations with torch.compile, region by region, at the first call.
     """
     attributes: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}

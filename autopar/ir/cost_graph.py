@@ -89,10 +89,11 @@ class ResidentTensor:
     Args:
         optimizer_seconds: the update, and other work that nothing hides, such as summing a gradient over shards.
         reduce_seconds: gradient reduction over the replicas, which the last backward can hide.
-        gather_seconds: under ZeRO-1, all-gather of the updated weight, which the first forward can hide.
+        gather_seconds: under ZeRO, all-gather of the updated weight, which the first forward can hide.
         num_buckets: the weight's share of its gradient bucket; weights of one bucket sum to 1. 0 without replicas.
         contention_seconds: slowdown of compute by that communication even where it is hidden.
-        gradient_bytes: main gradient, included in ``num_bytes``.
+        gradient_bytes: main gradient, included in ``num_bytes``; under ZeRO-2 the whole one, of which ``num_bytes``
+            includes the rank's part.
         wgrad_bytes: temporary weight gradient that a backward produces, in the compute dtype; 0 where the wgrad matmul
             accumulates into the main gradient.
         copy_bytes: the low-precision copy that programs read, 0 where they read the stored weight.

@@ -1,6 +1,6 @@
 """Which weights share a gradient bucket, and which replica updates each of them.
 
-Every replica owns whole parameters, never parts: optimizers that need a parameter's norm stay right under ZeRO-1.
+Every replica owns whole parameters, never parts: optimizers that need a parameter's norm stay right under ZeRO.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 PARAM_ALIGNMENT = 128
 TARGET_PADDING_SHARE = 1 / 16  # padding by which a bucket's elements may grow; with less, a group is balanced enough
 MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # size up to which a group grows in search of balance
+# Flat buffers of a rank in which gradients travel between replicas while their buckets have no memory of their own: one
+# that a backward fills, and one that is being reduced. Buckets take turns.
+NUM_GRAD_SLOTS = 2
 # With a larger share, and more than `autopar.runtime.params.flat_buckets.MAX_FREE_PADDING_BYTES`, a bucket's segments
 # are reduced one by one instead of padded.
 MAX_PADDING_SHARE = 1 / 8
@@ -105,15 +108,20 @@ def split_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int) 
     return groups
 
 
-def largest_bucket_bytes(weights: Sequence[Weight], num_owners: int) -> int:
-    """Size of the largest bucket of some weights, byte; every segment counts as long as the bucket's longest.
+def bucket_sizes(weights: Sequence[Weight], num_owners: int) -> list[int]:
+    """Bytes of each bucket of some weights, in order; every segment counts as long as the bucket's longest.
 
     Args:
         num_owners: replicas that divide the updates among them, or 1.
     """
-    largest = 0
+    sizes = []
     for group in group_weights(weights, num_owners):
         numel = {weight.name: padded_numel(weight.numel) for weight in group}
         longest = max(owner_loads(numel, assign_owners(numel, num_owners, {}), num_owners))
-        largest = max(largest, longest * num_owners * DTYPE_BYTES[group[0].stored_dtype])
-    return largest
+        sizes.append(longest * num_owners * DTYPE_BYTES[group[0].stored_dtype])
+    return sizes
+
+
+def slot_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of the `NUM_GRAD_SLOTS` buffers in which buckets of these sizes take turns."""
+    return sum(max(sizes[slot::NUM_GRAD_SLOTS], default=0) for slot in range(NUM_GRAD_SLOTS))

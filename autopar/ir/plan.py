@@ -27,11 +27,13 @@ from autopar.ir.plan_parts import (
     ScheduleName,
     SolverInfo,
     Stage,
+    ZeroStage,
+    zero_text,
 )
 from autopar.ir.plan_stages import stage_of_ops
 from autopar.ir.units import plural
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @with_config(STRICT)
@@ -48,7 +50,7 @@ class Plan:
         listed
             follows the layouts that it reads.
         blocks: the shardings for people.
-        zero1: whether each replica keeps the optimizer's state of a part of the parameters.
+        zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
         seconds_without_limit: the step without the memory limit; None where that is hardly shorter, in plans made by
             hand and in older files.
 
@@ -70,7 +72,7 @@ class Plan:
     exceptions: Mapping[str, int] = field(default_factory=dict)
     shardings: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
-    zero1: bool = False
+    zero: ZeroStage = 0
     blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
@@ -95,12 +97,11 @@ class Plan:
         moved = "".join(f", {name} on {stage}" for name, stage in sorted(self.exceptions.items()))
         sharded = sorted([*self.shardings.items(), *self.strategies.items()])
         split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
-        zero1 = ", ZeRO-1" if self.zero1 else ""
         chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
         again = ", ".join(str(i) for i, stage in enumerate(self.stages) if stage.recompute == "all")
         recompute = f"; recomputing on stages {again}" if again else ""
         return (
-            f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}{chunks}, "
+            f"{self.model.fingerprint}: {self.mesh}{zero_text(self.zero)}; {cuts}{moved}; {self.schedule}{chunks}, "
             f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from autopar.errors import UsageError
-from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
+from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule, ZeroStage
 
 SCHEDULES = ("1f1b", "gpipe", *INTERLEAVED, "auto")
 
@@ -20,7 +20,7 @@ class PlanConstraints:
 
     Args:
         pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
-        zero1: shard the optimizer's state over the replicas.
+        zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
         chunks: stages of a rank; more than one needs an interleaved schedule.
         microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
         microbatch_size: most samples of a microbatch.
@@ -48,7 +48,7 @@ class PlanConstraints:
     pp: int | None = None
     tp: int | None = None
     dp: int | None = None
-    zero1: bool | None = None
+    zero: ZeroStage | None = None
     chunks: int | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
@@ -65,7 +65,7 @@ class PlanConstraints:
     def __post_init__(self) -> None:
         for name in ("pp", "tp", "dp", "chunks", "microbatches", "microbatch_size"):
             check_whole(name, getattr(self, name))
-        check_switch("zero1", self.zero1)
+        check_zero(self.zero)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))
         check_choice("recompute", self.recompute, ("none", "all", "auto"))
@@ -102,6 +102,15 @@ def check_switch(name: str, value: object) -> None:
     """Raise a UsageError unless a value is None, True or False."""
     if value not in (None, True, False):
         raise UsageError(f"{name}={value!r} must be True or False; leave it out to have it chosen.")
+
+
+def check_zero(stage: object) -> None:
+    """Raise a UsageError unless a ZeRO stage is None, 0, 1 or 2."""
+    if isinstance(stage, bool) or stage not in (None, *get_args(ZeroStage)):
+        raise UsageError(
+            f"zero={stage!r} is no ZeRO stage. It is 0, 1 or 2: replicas divide nothing, the optimizer's state, or "
+            "that and the gradients; leave it out to have it chosen."
+        )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -57,8 +57,10 @@ def check_shardings(plan: PlanView, fail: Fail) -> None:
             Layout.parse(text)
         except ValueError as error:
             fail(f"shardings.{name}", f"{error}.")
-    if plan.zero1 and plan.mesh.dp == 1:
-        fail("zero1", "needs replicas to share the optimizer's state; mesh.dp is 1.")
+    if plan.zero and plan.mesh.dp == 1:
+        fail("zero", "needs replicas to share the optimizer's state; mesh.dp is 1.")
+    if plan.zero == 2 and plan.microbatches > 1:
+        fail("zero", f"is 2, which is for one microbatch a step; microbatches is {plan.microbatches}. Use zero 1.")
 
 
 def check_prediction(plan: PlanView, fail: Fail) -> None:

@@ -17,6 +17,7 @@ RequestedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # as requested; a stage has one of the first two
+ZeroStage = Literal[0, 1, 2]  # what replicas divide: nothing, optimizer state, that and gradients
 PriceSource = Literal["analytic", "measured"]
 CostSource = PriceSource | Literal["auto"]  # as requested
 
@@ -208,6 +209,11 @@ class HardwareInfo:
     device_type: str = "cpu"
 
 
+def zero_text(zero: ZeroStage) -> str:
+    """``, ZeRO-1``, to follow a mesh; empty at stage 0."""
+    return f", ZeRO-{zero}" if zero else ""
+
+
 class PlanView(Protocol):
     """Fields of `autopar.ir.plan.Plan`, which imports the modules that read them."""
 
@@ -240,7 +246,7 @@ class PlanView(Protocol):
     @property
     def strategies(self) -> Mapping[str, str]: ...
     @property
-    def zero1(self) -> bool: ...
+    def zero(self) -> ZeroStage: ...
     @property
     def blocks(self) -> tuple[BlockSharding, ...]: ...
     @property

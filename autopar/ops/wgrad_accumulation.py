@@ -4,10 +4,11 @@ Without fusion a weight gradient is written, read again and added to the sum ove
 that takes as long as some of the matmuls: 7 ms of kernels in a step of 141 ms (ViT-L on 4 pipeline stages, 32
 microbatches of 16, H200).
 
-The main gradient is an argument of the operator. Its owner registers here, says whether the buffer is initialized, and
-is notified after each accumulation. The write is hidden from torch.compile, which would otherwise copy the buffer:
-nothing else in a compiled region reads it, and the operator's result, the gradient of the layer's input, keeps the
-operator alive.
+The operator gets a key, a tensor whose address names the weight: the main gradient itself, or under ZeRO-2 a tensor of
+one element. The owner of the main gradient registers here under the key. It provides the buffer, says whether it is
+initialized, and is notified after each accumulation. The write is hidden from torch.compile, which would otherwise copy
+the buffer: nothing else in a compiled region reads it, and the operator's result, the gradient of the layer's input,
+keeps the operator alive.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from autopar.ops.collectives import empty_resized
 class MainGradOwner(Protocol):
     """Owner of one weight's main gradient."""
 
+    def buffer(self) -> Tensor:
+        """Buffer [out, in] for the next gradient, to which it is added if `is_initialized`."""
+        ...
+
     def is_initialized(self) -> bool:
         """Whether the buffer holds a sum; otherwise its content is undefined."""
         ...
@@ -37,14 +42,14 @@ class MainGradOwner(Protocol):
 OWNERS: WeakValueDictionary[int, MainGradOwner] = WeakValueDictionary()  # by address
 
 
-def register(sums: Tensor, owner: MainGradOwner) -> None:
-    """Register the owner of the main gradient ``sums`` [out, in], for as long as the owner exists."""
-    OWNERS[sums.data_ptr()] = owner
+def register(key: Tensor, owner: MainGradOwner) -> None:
+    """Register the owner of a main gradient under its key, for as long as the owner exists."""
+    OWNERS[key.data_ptr()] = owner
 
 
-def unregister(sums: Tensor) -> None:
+def unregister(key: Tensor) -> None:
     """Forget an owner."""
-    del OWNERS[sums.data_ptr()]
+    del OWNERS[key.data_ptr()]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
@@ -59,44 +64,44 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
 
 
 @torch.library.custom_op("autopar::linear_wgrad_fused_backward", mutates_args=())
-def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of x [..., in]; the weight's gradient is added to ``sums``.
+def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, key: Tensor) -> Tensor:
+    """The gradient of x [..., in]; the gradient of ``weight`` [out, in] is added to the main gradient.
 
     Args:
         gradient: of the layer's output, [..., out].
-        weight, sums: [out, in].
+        key: names the main gradient.
     """
-    owner, rows = OWNERS[sums.data_ptr()], gradient.flatten(0, -2)
+    owner, rows = OWNERS[key.data_ptr()], gradient.flatten(0, -2)
     made = (rows @ weight).view(x.shape)
     # ``data``: autograd would report a buffer that was modified since the forward.
-    add_product(sums.data, rows.t(), x.flatten(0, -2), owner.is_initialized())
+    add_product(owner.buffer().data, rows.t(), x.flatten(0, -2), owner.is_initialized())
     owner.mark_accumulated()
     return made
 
 
 @linear_wgrad_fused_backward.register_fake
-def _like_x(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+def _like_x(gradient: Tensor, x: Tensor, weight: Tensor, key: Tensor) -> Tensor:
     return empty_resized(x, {})
 
 
 class _LinearWgradFused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, sums)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, key)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, sums = ctx.saved_tensors
-        for_x = linear_wgrad_fused_backward(gradient, x, weight, sums)
+        x, weight, key = ctx.saved_tensors
+        for_x = linear_wgrad_fused_backward(gradient, x, weight, key)
         # After the operator: a compiler would compute the gradient twice if the bias sum came first.
         return for_x, None, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-torch.library.define("autopar::linear_wgrad_fused", "(Tensor x, Tensor weight, Tensor? bias, Tensor sums) -> Tensor")
+torch.library.define("autopar::linear_wgrad_fused", "(Tensor x, Tensor weight, Tensor? bias, Tensor key) -> Tensor")
 
 
 @torch.library.impl("autopar::linear_wgrad_fused", "CompositeImplicitAutograd")
-def linear_wgrad_fused(x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor) -> Tensor:
-    """``aten.linear`` whose ``weight`` gets no gradient from autograd; it is added to ``sums`` [out, in] instead."""
-    return _LinearWgradFused.apply(x, weight, bias, sums)  # type: ignore[return-value]
+def linear_wgrad_fused(x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+    """``aten.linear`` whose ``weight`` gets no gradient from autograd; it is added to the main gradient instead."""
+    return _LinearWgradFused.apply(x, weight, bias, key)  # type: ignore[return-value]

@@ -11,7 +11,7 @@ Reading order:
     random_state.py  random numbers apart from those of the user's script
     engine/          the hot loop: bound schedules, CUDA graphs, staging, metrics
     comm/            process groups, point-to-point, symmetric memory, collectives
-    params/          main-grad buffers, their reduction, ZeRO-1 all-gather, low-precision copies
+    params/          main-grad buffers, their reduction, ZeRO all-gather, low-precision copies
     optim/           optimizer step, clipping, loss scaling, EMA
     checkpoint/      saving and loading a rank's state
     launch/          worker pool, torchrun and srun, failure propagation

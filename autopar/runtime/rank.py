@@ -284,17 +284,18 @@ class Rank:
         self.compute_params.refresh(always=update_follows)
         if request.training:
             self.updater.grad_buffer.detach_from_params()
-        if update_follows:
+        reduces = request.training and (update_follows or self.updater.reduces_each_call)
+        if reduces:
             self.updater.set_used_params(step.trained_weights)
         batch = leaves((request.data.inputs, request.data.targets))
         self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
-        before_last = self.updater.enable_sync if update_follows else None
+        before_last = self.updater.enable_sync if reduces else None
         results = step.run(request.data, request.keep_outputs, before_last)
-        if update_follows:
+        if reduces:
             self.updater.flush_remaining()
         self.compute_params.wait()
         if request.training and not update_follows:
-            self.updater.grad_buffer.attach_to_params()
+            self.updater.attach_gradients()
         return results
 
     def broadcast_buffers(self, mode: Mode) -> None:
@@ -345,7 +346,7 @@ class Rank:
     # -- state -------------------------------------------------------------------------------------------------
 
     def gather_weights(self) -> None:
-        """All-gather the stored weights under ZeRO-1; all replicas call."""
+        """All-gather the stored weights under ZeRO; all replicas call."""
         if self.updater.zero_gather is not None:
             self.updater.zero_gather.gather_masters()
 

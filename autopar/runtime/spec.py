@@ -12,6 +12,7 @@ from torch import nn
 from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import Mesh, Place
+from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.program import Program
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
@@ -72,7 +73,8 @@ class RankSpec:
         weights: weights that this rank holds, in the model's order, with the shapes of its parts.
         storage: layout of each weight that is not simply replicated over the tensor axis.
         holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
-        owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
+        zero: ZeRO stage.
+        owners: from ZeRO stage 1 on, the replica that updates each trainable weight of the model; else empty.
         stage_edges: directed pairs of stages that exchange tensors.
         chunks: number of stages of each rank.
         trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
@@ -95,6 +97,7 @@ class RankSpec:
     recipe: TrainingRecipe
     trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
+    zero: ZeroStage = 0
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
     chunks: int = 1

@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ModelInfo, SolverInfo
+from autopar.ir.plan_parts import ModelInfo, SolverInfo, ZeroStage
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import simulated_faster
@@ -96,7 +96,7 @@ def search(
 ) -> Plan:
     """The fastest plan found, with the ones it was preferred to.
 
-    Every mesh with every number of microbatches, with and without ZeRO-1, under every schedule that is left open, has a
+    Every mesh with every number of microbatches, at every ZeRO stage, under every schedule that is left open, has a
     lower bound of its step. In the order of these bounds each is priced, cut contiguously and simulated, until the next
     bound is above the best step: what comes later cannot be better. The integer program then cuts for the best, where
     ranks have one stage each. Where tensors are sharded, ``refine`` may decide on cuts and shardings together.
@@ -184,13 +184,16 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
     found: list[Candidate] = []
     best = float("inf")
-    too_large: dict[tuple[Pipeline, bool], int] = {}
+    too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
     for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
         if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
             break
-        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1. With several stages a rank they
+        # ZeRO-2 takes as long as ZeRO-1 and less memory: it is for what does not fit otherwise.
+        if point.zero == 2 and setting.constraints.zero is None and (point.pipeline, 1) not in too_large:
+            continue
+        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
         # may: how many a rank holds depends on how they group.
-        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
+        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
         candidate = evaluate(setting, bounds, point, bounds.limit(best), min(best, ceiling_seconds))
@@ -200,7 +203,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
         best = min(best, candidate.seconds)
         if candidate.step is not None:
             continue
-        kind = (point.pipeline, point.zero1)
+        kind = (point.pipeline, point.zero)
         too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
         if len(too_large) == 1 and not fits_at_all(setting, bounds, mesh):
             break
@@ -208,14 +211,18 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
 
 
 def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
-    """Whether the mesh fits with its smallest microbatches."""
-    candidate = evaluate(setting, bounds, least_memory_point(setting, mesh), float("inf"))
-    return candidate is not None and candidate.step is not None
+    """Whether the mesh fits at a point that needs little memory."""
+    found = (evaluate(setting, bounds, point, float("inf")) for point in least_memory_points(setting, mesh))
+    return any(candidate is not None and candidate.step is not None for candidate in found)
 
 
-def least_memory_point(setting: Setting, mesh: Mesh) -> Point:
-    """Point of a mesh that needs least memory: most microbatches, ZeRO-1, and fewest stages a rank."""
-    return max(enumerate_points(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
+def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
+    """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches, or ZeRO-2."""
+    points = list(enumerate_points(setting, mesh))
+    fewest = min(p.pipeline.chunks for p in points)
+    points = [p for p in points if p.pipeline.chunks == fewest]
+    best = [max(points, key=lambda p: (p.microbatches, p.zero)), max(points, key=lambda p: (p.zero, p.microbatches))]
+    return list(dict.fromkeys(best))
 
 
 def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
@@ -250,7 +257,7 @@ MAX_NOTES = 5
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
     """Whether the model can use that many tensor-parallel ranks on the same devices."""
-    return bool(next(shardings_at(setting, replace(point, mesh=Mesh(1, tp, 1), zero1=False))).strategies)
+    return bool(next(shardings_at(setting, replace(point, mesh=Mesh(1, tp, 1), zero=0))).strategies)
 
 
 def check_pieces(setting: Setting, explored: SearchResult) -> None:
@@ -269,13 +276,12 @@ def check_pieces(setting: Setting, explored: SearchResult) -> None:
 
 
 def least_memory_candidate(setting: Setting, explored: SearchResult) -> Candidate:
-    """The candidate that needs least memory, over all meshes: with most microbatches, ZeRO-1 and smallest sharding.
+    """The candidate that needs least memory, over all meshes, with the smallest sharding.
 
     Contiguous cuts of it do not fit; it is what the integer program is asked for, and what an error names.
     """
     best, least = None, float("inf")
-    for mesh in explored.by_mesh:
-        point = least_memory_point(setting, mesh)
+    for point in (p for mesh in explored.by_mesh for p in least_memory_points(setting, mesh)):
         *_, priced = shardings_at(setting, point)
         problem = make_cut_problem(setting, point, priced)
         if best is not None and even_share_bytes(problem) >= least:
@@ -329,7 +335,7 @@ def solve_final(bounds: LowerBounds, chosen: Candidate) -> tuple[Decision, Solve
     if chosen.problem.chunks > 1 and chosen.step is not None:
         return chosen.decision, certify_even_share(bounds, chosen)
     cuts = solve_cuts(chosen.problem)
-    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
+    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero, cuts.stage_of)
     return decision, certify(bounds, decision, cuts)
 
 

@@ -104,7 +104,7 @@ def test_changed_microbatches_are_one_line_on_stderr(user_models):
         ([*TINY, "--tp", "2", "--pp", "2"], 2, "pp=2 × tp=2 make 4 devices, not 2. Use devices=4 or pp=1 or tp=1"),
         ([*TINY, "--dp", "2", "--batch", "5"], 2, "dp=2: 2 replicas cannot share a batch of 5 samples evenly"),
         ([*TINY, "--dp", "2", "--batch", "8", "--microbatches", "8"], 2, "each of 2 replicas has 4 samples"),
-        ([*TINY, "--zero1", "--dp", "1"], 2, "zero1=True with dp=1: there are no replicas"),
+        ([*TINY, "--zero", "1", "--dp", "1"], 2, "zero=1 with dp=1: there are no replicas"),
         ([*TINY, "--tp", "7", "--devices", "7"], 2, "tp=7: nothing in .* can be split 7 ways: .*3 heads.* Use tp=1"),
         ([*TINY, "--tp", "4", "--devices", "16", "--hardware", "h200-nvlink", "--dp", "3"], 2, "dp=3"),
         ([*TINY, "--schedule", "zigzag"], 2, "schedule='zigzag' is unknown"),
@@ -182,12 +182,13 @@ def test_user_factories_that_cannot_be_planned(user_models, name, message):
 
 def test_mesh_flags_reach_the_plan():
     code, out, error = invoke(
-        "plan", *TINY, "--devices", "4", "--batch", "16", "--dp", "2", "--tp", "2", "--zero1", "--microbatches", "2",
+        "plan", *TINY, "--devices", "4", "--batch", "16", "--dp", "2", "--tp", "2", "--zero", "1",
+        "--microbatches", "2",
         "--hardware", "a100-nvlink", "--json",
     )  # fmt: skip
     assert code == 0, error
     plan = autopar.Plan.from_json(out)
-    assert (str(plan.mesh), plan.zero1, plan.microbatches) == ("pp 1 × tp 2 × dp 2", True, 2)
+    assert (str(plan.mesh), plan.zero, plan.microbatches) == ("pp 1 × tp 2 × dp 2", 1, 2)
     assert plan.strategies and plan.blocks
     assert plan.stages[0].ranks == (0, 1, 2, 3) and plan.solver.method == "shardings"
 
@@ -231,13 +232,19 @@ def broken(plan: Path, folder: Path, **changes: object) -> Path:
     return folder / "broken.json"
 
 
+@pytest.mark.parametrize("flag", ["--zero1", "--no-zero1"])
+def test_the_flag_that_zero_replaces_names_it(flag: str):
+    code, _, error = invoke("plan", *TINY, "--devices", "2", flag)
+    assert (code, "--zero)" in error) == (2, True), error
+
+
 def test_bad_plan_files(tiny_plan, tmp_path):
     (tmp_path / "cut.json").write_text(tiny_plan.read_text()[:300])
     stages = json.loads(tiny_plan.read_text())["stages"]
     for path, message in (
         (tmp_path / "none.json", "Cannot read plan file .*none.json"),
         (tmp_path / "cut.json", "cut.json is not a complete JSON file: .* line "),
-        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 3"),
+        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 4"),
     ):
         code, _, error = invoke("codegen", str(path), "--rank", "0")
         assert code == 2
@@ -356,7 +363,7 @@ def test_simulate_of_what_is_no_plan(tiny_plan, tmp_path):
     for path, message in (
         (tmp_path / "none.json", "Cannot read plan file .*none.json"),
         (tmp_path / "list.json", "list.json is JSON but not a plan"),
-        (broken(tiny_plan, tmp_path, schema_version=2), "field schema_version is 2, this autopar reads 3"),
+        (broken(tiny_plan, tmp_path, schema_version=3), "field schema_version is 3, this autopar reads 4"),
     ):
         code, out, error = invoke("simulate", str(path))
         assert (code, out) == (2, "")

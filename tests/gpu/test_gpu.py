@@ -23,6 +23,7 @@ from torch import nn
 
 import autopar
 from autopar import WorkerError
+from autopar.ir.plan_parts import ZeroStage
 from autopar.tools.parity.compare import compare
 from autopar.train import timm_optimizer
 
@@ -92,15 +93,15 @@ def test_equals_one_gpu(model: Any, x: tuple, y: tuple, microbatches: int, loss_
         assert_close(pm(inputs).cpu(), reference.forward(inputs.cuda(), microbatches)[0].cpu(), "eval output")
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_two_replicas_equal_one_gpu(zero1: bool) -> None:
+@pytest.mark.parametrize(("zero", "microbatches"), [(0, 4), (1, 4), (2, 1)])
+def test_two_replicas_equal_one_gpu(zero: ZeroStage, microbatches: int) -> None:
     torch.manual_seed(0)
     model, x, y = tiny_vit(), torch.randn(14, 3, 32, 32), torch.randint(0, 10, (14,))
-    plan = plan_by_hand(model, x, 4, [], dp=2, zero1=zero1)
+    plan = plan_by_hand(model, x, microbatches, [], dp=2, zero=zero)
     reference = Reference(copy.deepcopy(model).cuda(), F.cross_entropy, ADAMW)
     with autopar.parallelize(model, 2, x, optimizer=ADAMW, plan=plan) as pm:
         for _ in range(3):
-            loss = reference.forward_backward(x.cuda(), y.cuda(), 4, 2)
+            loss = reference.forward_backward(x.cuda(), y.cuda(), microbatches, 2)
             norm = nn.utils.get_total_norm(reference.gradients().values()).item()
             reference.step()
             result = pm.train_step(x, y)
@@ -156,7 +157,7 @@ def test_exception_ends_all_with_its_cause() -> None:
 
 def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
     x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-    meshes: list[dict[str, Any]] = [{}, {"pp": 2}, {"tp": 2}, {"dp": 2, "zero1": True}]
+    meshes: list[dict[str, Any]] = [{}, {"pp": 2}, {"tp": 2}, {"dp": 2, "zero": 1}]
     losses = []
     for i, mesh in enumerate(meshes):
         devices = 2 if mesh else 1
@@ -196,5 +197,5 @@ def test_dropout_is_the_same_on_every_mesh_and_recomputed() -> None:
 def test_lamb_updates_whole_parameters() -> None:
     lamb = functools.partial(timm_optimizer, opt="lamb", lr=1e-2, weight_decay=0.02)
     alone = losses_on({}, lamb, microbatches=2)
-    for mesh in ({"tp": 2}, {"dp": 2, "zero1": True}):
+    for mesh in ({"tp": 2}, {"dp": 2, "zero": 1}):
         assert losses_on(mesh, lamb, microbatches=2) == pytest.approx(alone, rel=1e-4), mesh

@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph, Op, Ref, Value, Weight
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo
+from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo, ZeroStage
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.search import Refine, search
 from autopar.solve.space.constraints import Constraints
@@ -112,7 +112,9 @@ class Unsharded:
 
     cost_at: Callable[[int], CostGraph]
 
-    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         cost = self.cost_at(size)
         return Priced(cost, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
 
@@ -143,7 +145,7 @@ class Splittable:
     Attributes:
         overhead: collectives and repeated work, as a share of a group's time; each memory level adds it once more.
         reduce: seconds of the reduction of all gradients over replicas.
-        levels: number of memory levels; each halves the bytes of weights.
+        levels: number of memory levels; each halves the bytes of weights, as each ZeRO stage does.
         able: tensor-parallel sizes that can be used.
     """
 
@@ -153,7 +155,9 @@ class Splittable:
     levels: int = 1
     able: tuple[int, ...] = (2, 4, 8)
 
-    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         if memory_level >= (self.levels if tp > 1 else 1):
             return None
         whole = self.cost_at(size)
@@ -167,10 +171,10 @@ class Splittable:
                     backward_collective_seconds=extra * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
             for g in whole.groups
         )  # fmt: skip
-        share = tp * 2**memory_level * (2 if zero1 else 1)
+        share = tp * 2 ** (memory_level + zero)
         weights = tuple(
             replace(w, num_bytes=w.num_bytes // share,
-                    optimizer_seconds=w.optimizer_seconds / tp / (dp if zero1 else 1),
+                    optimizer_seconds=w.optimizer_seconds / tp / (dp if zero else 1),
                     reduce_seconds=self.reduce / len(whole.weights) / tp * (dp > 1))
             for w in whole.weights
         )  # fmt: skip

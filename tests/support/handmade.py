@@ -20,7 +20,16 @@ from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import HardwareInfo, InputInfo, ModelInfo, Precision, Prediction, SolverInfo, Stage
+from autopar.ir.plan_parts import (
+    HardwareInfo,
+    InputInfo,
+    ModelInfo,
+    Precision,
+    Prediction,
+    SolverInfo,
+    Stage,
+    ZeroStage,
+)
 from autopar.ir.program import Program
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
@@ -41,7 +50,7 @@ def plan_by_hand(
     firsts: Sequence[str],
     schedule: str = "1f1b",
     dp: int = 1,
-    zero1: bool = False,
+    zero: ZeroStage = 0,
     tp: int = 1,
     strategies: Mapping[str, str] = NOTHING,
     shardings: Mapping[str, str] = NOTHING,
@@ -71,7 +80,7 @@ def plan_by_hand(
         prediction=Prediction(1.0, 1.0, 0.0, (0,) * mesh.devices, 1.0),
         solver=SolverInfo("by hand", "by hand", 0.0, 0.0),
         hardware=HardwareInfo("none", "none", "none", 1),
-        zero1=zero1,
+        zero=zero,
         strategies=dict(strategies),
         shardings=dict(shardings),
         precision=precision,

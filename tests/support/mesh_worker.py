@@ -20,6 +20,7 @@ from torch import nn
 
 import autopar
 from autopar.ir.layout import REPLICATED
+from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.pytree import leaves
 from autopar.runtime.launch.spmd import SpmdBackend
 from autopar.tools.parity.compare import EPSILON
@@ -65,7 +66,7 @@ def replica_parts(outputs: Sequence[torch.Tensor], pm: autopar.ParallelModel) ->
     return named([replica_part(output, pm) for output in outputs])
 
 
-def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, saved: State) -> tuple[Result, State]:
+def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero: ZeroStage, saved: State) -> tuple[Result, State]:
     """Comparison and final state; ``saved`` is loaded first, and then replaced by the initial state."""
     torch.manual_seed(0)
     model, x = case.make().train().to(case.dtype), case.x()
@@ -78,7 +79,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
     if dist.get_rank() == 0:  # planning once is enough
         plan = autopar.plan(
             model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES // dp,
-            memory="64GiB", zero1=zero1 if dp > 1 else None,
+            memory="64GiB", zero=zero if dp > 1 else None,
         ).to_json()  # fmt: skip
     planned = [plan]
     dist.broadcast_object_list(planned)
@@ -140,9 +141,9 @@ def main() -> None:
         state = {weight: tensor + 1 for weight, tensor in fresh.items()}
         for mesh in meshes[name]:
             try:
-                zero1 = name in ("vit", "resnet18", "tied")
+                zero = 1 if name in ("vit", "resnet18", "tied") else 0
                 pp, tp, dp = map(int, mesh.split("-"))
-                result, state = run(MODELS[name], (pp, tp, dp), hardware, zero1, state)
+                result, state = run(MODELS[name], (pp, tp, dp), hardware, zero, state)
             except Exception:
                 result = Result({}, {}, {}, traceback.format_exc())
             if dist.get_rank() == 0 or result.error:

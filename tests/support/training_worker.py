@@ -217,7 +217,7 @@ def main() -> None:
         if rank == 0:  # planning once is enough
             planned = autopar.plan(
                 tiny_vit(2, embed_dim=32, num_heads=4).double(), world, example, hardware=hardware, pp=pp, tp=tp, dp=dp,
-                microbatches=MICROBATCHES, memory="64GiB", zero1=True if dp > 1 else None,
+                microbatches=MICROBATCHES, memory="64GiB", zero=1 if dp > 1 else None,
             ).to_json()  # fmt: skip
         plans = [planned]
         dist.broadcast_object_list(plans)

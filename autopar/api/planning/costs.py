@@ -20,7 +20,7 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import TP, Layout
-from autopar.ir.plan_parts import BlockSharding
+from autopar.ir.plan_parts import BlockSharding, ZeroStage
 from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
@@ -75,18 +75,18 @@ class PlanCosts:
         """
         return sum(group.seconds for group in self.unsharded_costs(size).groups) / tp
 
-    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         """Costs of the model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return (
-                self.memoized(("unsharded", dp, zero1, size), self.unsharded, dp, zero1, size)
-                if not memory_level
-                else None
-            )
+            if memory_level:
+                return None
+            return self.memoized(("unsharded", dp, zero, size), self.unsharded, dp, zero, size)
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        of = found.strategy_index, tp, dp, zero1, size
+        of = found.strategy_index, tp, dp, zero, size
         return self.memoized(("strategies", *of), self.priced_strategies, *of)
 
     def bound_seconds(self, tp: int, size: int) -> float:
@@ -95,14 +95,16 @@ class PlanCosts:
             return sum(group.seconds for group in self.unsharded_costs(size).groups)
         return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
 
-    def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
+    def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
         """Costs of the model with one device per stage and replica."""
-        return Priced(with_weight_sharing(self.unsharded_costs(size), self.graph, Sharing(1, dp, zero1), self.hardware))
+        return Priced(with_weight_sharing(self.unsharded_costs(size), self.graph, Sharing(1, dp, zero), self.hardware))
 
-    def priced_strategies(self, strategy_index: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+    def priced_strategies(
+        self, strategy_index: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int
+    ) -> Priced:
         """Costs of the model under the strategies of these indices, one per group."""
         sharded = self.sharded(tp, size, strategy_index)
-        sharing = Sharing(tp, dp, zero1, sharded.storage)
+        sharing = Sharing(tp, dp, zero, sharded.storage)
         return Priced(
             cost=with_weight_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing, self.hardware),
             strategies=sharded.strategies,

@@ -54,7 +54,7 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined | None:
     before, priced = joint_seconds(problem, loads), decision.priced
     if joint.strategy_index != current.strategy_index:
         priced = costs.priced_strategies(
-            joint.strategy_index, problem.ranks, decision.problem.dp, decision.zero1, decision.size
+            joint.strategy_index, problem.ranks, decision.problem.dp, decision.zero, decision.size
         )
     return Refined(priced, joint.stage_of, joint.solver, (before - joint.bound_seconds) / before if before else 0.0)
 
@@ -90,7 +90,7 @@ def joint_problem(costs: PlanCosts, decision: Decision) -> JointProblem:
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
     return JointProblem(
-        graph=with_replicas(graph, costs.graph, Sharing(cuts.tp, cuts.dp, decision.zero1), costs.hardware),
+        graph=with_replicas(graph, costs.graph, Sharing(cuts.tp, cuts.dp, decision.zero), costs.hardware),
         stages=cuts.stages,
         microbatches=cuts.microbatches,
         capacity_bytes=cuts.capacity_bytes,

@@ -17,7 +17,7 @@ from autopar.ops.regions import writes_into_value
 from autopar.ops.registry import differentiable_inputs, named_arguments, operand_of, signature
 from autopar.sharding.fuse_linear import is_layer
 
-MainGradLookup = Callable[[str], Tensor | None]  # the main gradient of a weight, by the weight's name
+MainGradLookup = Callable[[str], Tensor | None]  # key of a weight's main gradient, by the weight's name
 
 
 def no_main_grads(name: str) -> None:
@@ -25,10 +25,11 @@ def no_main_grads(name: str) -> None:
 
 
 def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping[str, Tensor]]:
-    """The program with fused linear layers (`ops.wgrad_accumulation`), and the main gradients it reads, by name.
+    """The program with fused linear layers (`ops.wgrad_accumulation`), and the main gradients' keys, by name.
 
-    A layer is fused if nothing else reads its weight, its input needs a gradient, and its main gradient is a contiguous
-    matrix of a dtype that the GEMM supports. Layers that `fuse_async_tp` fuses with a collective are left.
+    A layer is fused if nothing else reads its weight, its input needs a gradient, and its main gradient, or that one's
+    key, is a contiguous matrix of a dtype that the GEMM supports. Layers that `fuse_async_tp` fuses with a collective
+    are left.
     """
     if program.mode != "train":
         return program, {}

@@ -73,7 +73,7 @@ def price(
 
 
 def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:
-    """The cost graph with the costs of its weights for other replicas, or with ZeRO-1 switched on or off.
+    """The cost graph with the costs of its weights for other replicas, or under another ZeRO stage.
 
     Args:
         graph: the graph that was priced, for the weights' shapes.

@@ -12,6 +12,7 @@ from autopar.ir.graph import Weight
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.network import CollectiveKind
+from autopar.ir.plan_parts import ZeroStage
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class Sharing:
     Args:
         tp: ranks that each hold a shard or a copy of a weight.
         dp: replicas.
-        zero1: whether each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only.
+        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; at 2
+            also their gradients only.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
     """
 
     tp: int = 1
     dp: int = 1
-    zero1: bool = False
+    zero: ZeroStage = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
 
 
@@ -46,7 +48,7 @@ def bucket_bytes(weights: Sequence[Weight], sharing: Sharing) -> Mapping[str, in
     """
     if sharing.dp == 1:
         return {}
-    groups = group_weights([w for w in weights if is_trained(w)], sharing.dp if sharing.zero1 else 1)
+    groups = group_weights([w for w in weights if is_trained(w)], sharing.dp if sharing.zero else 1)
     return {w.name: size for group in groups for size in [sum(w.stored_bytes for w in group)] for w in group}
 
 
@@ -60,8 +62,8 @@ def weight_cost(
 ) -> ResidentTensor:
     """Cost of a weight on one rank: value, main gradient and optimizer state, and what a step spends on them.
 
-    With low-precision parameters these are the FP32 master's, and the compute copy is added. Under ZeRO-1 only the
-    owner keeps master and state. The copy's gradient is freed after it is added to the main gradient.
+    With low-precision parameters these are the FP32 master's, and the compute copy is added. Under ZeRO only the owner
+    keeps master and state, and at stage 2 the main gradient. The copy's gradient is freed after it is added to that.
 
     Args:
         weight: this rank's shard of it.
@@ -101,16 +103,20 @@ def sharded_weight_cost(
 
 def state_ranks(sharing: Sharing) -> int:
     """Number of ranks that divide the optimizer state of one weight."""
-    return sharing.dp if sharing.zero1 else 1
+    return sharing.dp if sharing.zero else 1
 
 
 def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
     """Bytes of a trained weight on one rank: value, compute copy, main gradient, and its part of the optimizer state.
 
-    With a compute copy, ZeRO-1 divides the master value like the optimizer state, unless averaged weights (EMA) read
-    the master.
+    With a compute copy, ZeRO divides the master value like the optimizer state, unless averaged weights (EMA) read the
+    master. Stage 2 divides the gradient too.
     """
-    owned, everywhere = weight.state_bytes * weight.numel, weight.stored_bytes + weight.num_bytes
+    owned, everywhere = weight.state_bytes * weight.numel, weight.num_bytes
+    if sharing.zero == 2:
+        owned += weight.stored_bytes
+    else:
+        everywhere += weight.stored_bytes
     if weight.copy_bytes and weight.average_bytes:
         everywhere += weight.stored_bytes
     elif weight.copy_bytes:
@@ -131,12 +137,15 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     """Seconds that a weight takes between the last backward and the next forward.
 
     They are its update, the cast to its compute copy, and the all-reduce of a gradient that is partial over the tensor
-    parallel ranks. Under ZeRO-1 only the owner updates and casts.
+    parallel ranks. Under ZeRO only the owner updates and casts. At stage 2 it also moves the reduced gradient out of
+    the buffer in which it came.
     """
     stored = weight.stored_bytes
     seconds = update_seconds(weight, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
+    if sharing.zero == 2:
+        seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
     return seconds
@@ -153,14 +162,14 @@ class ReplicaExchange:
 
 
 def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucket: int) -> ReplicaExchange:
-    """An all-reduce of the gradient; under ZeRO-1 a reduce-scatter of the gradient, and an all-gather of the updated
+    """An all-reduce of the gradient; under ZeRO a reduce-scatter of the gradient, and an all-gather of the updated
     weight (of its compute copy, if there is one) during the next forward.
 
     Args:
         bucket: size of the gradient bucket, byte; each collective moves a whole bucket.
     """
     ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket
-    if sharing.zero1:
+    if sharing.zero:
         gathered = bucket * weight.num_bytes / weight.stored_bytes
         moved, collectives = bucket + gathered, 2
         reduce = hardware.collective_seconds("reduce-scatter", bucket, ranks, stride)

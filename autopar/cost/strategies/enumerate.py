@@ -93,7 +93,7 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
 def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
     """The strategy graph with the weights' costs for data-parallel replicas, as `price` counts them.
 
-    ``step_seconds`` then include the gradients' all-reduce, and ``weight_bytes`` follow ZeRO-1.
+    ``step_seconds`` then include the gradients' all-reduce, and ``weight_bytes`` follow the ZeRO stage.
 
     Args:
         choices: a strategy graph without replicas.

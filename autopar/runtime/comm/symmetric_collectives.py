@@ -102,11 +102,20 @@ class SymmetricCommunicator:
             segments[k].copy_(buffers[k][k, : len(segments[k])])
         self.buffer.barrier()
 
-    def reduce_segments(self, segments: Sequence[Tensor]) -> None:
-        """Reduce-scatter in place: each rank sums its flat segment; segments may differ in length."""
-        own = segments[self.rank]
+    def reduce_segments(self, segments: Sequence[Tensor], total: Tensor | None = None, adds: bool = False) -> None:
+        """Reduce-scatter: each rank sums its flat segment; segments may differ in length.
+
+        Args:
+            total: the sum goes there, by default in place. Its dtype is that of the sum.
+            adds: whether the sum is added to ``total`` instead of overwriting it.
+        """
+        total = segments[self.rank] if total is None else total
         buffer = self.push_rows("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
-        torch.sum(buffer[:, : len(own)], 0, out=own)  # one kernel, because each waits for free multiprocessors
+        rows = buffer[:, : len(total)]
+        if adds:
+            total.add_(torch.sum(rows, 0, dtype=total.dtype))
+        else:
+            torch.sum(rows, 0, dtype=total.dtype, out=total)  # one kernel: each waits for free multiprocessors
         self.buffer.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:

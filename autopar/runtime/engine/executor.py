@@ -445,7 +445,7 @@ class BoundStep:
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
-                self.after_backward()
+            self.after_backward()
             # A missing gradient travels as zeros. Its flag keeps the receiver from using them: with a gradient of zeros
             # weight decay would change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}

@@ -41,7 +41,7 @@ def out_of_memory(rank: Rank, command: str, error: torch.OutOfMemoryError) -> De
     capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     remedies = ["more microbatches", 'recompute="all"', "more devices"]
     if spec.mesh.dp > 1 and not spec.owners:
-        remedies.insert(2, "zero1=True")
+        remedies.insert(2, "zero=1")
     reason = str(error).splitlines()[0].removesuffix(".") if str(error) else type(error).__name__
     where = f" in action {action}" if action is not None else ""
     peak, predicted = text(rank.peak_bytes(), BYTES), text(spec.predicted_bytes, BYTES)

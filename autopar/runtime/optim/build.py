@@ -228,9 +228,9 @@ def coupling_text(optimizer: Optimizer, spec: RankSpec) -> str:
         f"It clips by the norm of its own parameters: pass max_grad_norm=None to {name} and clip_grad_norm={norm} to "
         "parallelize, which clips by the norm of all"
         if norm is not None
-        else "Use another optimizer, or a mesh where every rank has all parameters: pp=1, tp=1, zero1=False"
+        else "Use another optimizer, or a mesh where every rank has all parameters: pp=1, tp=1, zero=0"
     )
     return (
         f"{name} updates each parameter by the gradients of others too (tried on small ones), and a rank of the mesh "
-        f"{spec.mesh}{' with ZeRO-1' if spec.owners else ''} has only some of them. {remedy}."
+        f"{spec.mesh}{f' with ZeRO-{spec.zero}' if spec.zero else ''} has only some of them. {remedy}."
     )

@@ -20,12 +20,13 @@ from autopar.runtime.optim.param_groups import options_by_name
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
-from autopar.runtime.params.zero1_gather import ZeroParamGather
+from autopar.runtime.params.zero2_grads import ShardedGrads
+from autopar.runtime.params.zero_gather import ZeroParamGather
 from autopar.runtime.spec import RankSpec, UpdateResult
 
 
 class Updater:
-    """Owns one rank's optimizer, over all trainable parameters or, under ZeRO-1, those that the replica owns.
+    """Owns one rank's optimizer, over all trainable parameters or, under ZeRO, those that the replica owns.
 
     Every rank of the mesh calls the same methods in the same order. Within `step` all ranks go through the same phases:
     sums over replicas, over shards, over stages, over all ranks. A rank waits only for ranks in the same or an earlier
@@ -42,14 +43,20 @@ class Updater:
         # Gradients from autograd may be views of buffers of a transfer between stages, whose memory is used again.
         moved = replicated or spec.mesh.pp > 1 or any(weight.master for weight in weights)
         buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
-        self.grad_buffer = GradBuffer(trainable, buckets)
-        self.grad_reducer: GradReducer | None = None
+        self.grad_reducer: GradReducer | ShardedGrads | None = None
         self.zero_gather: ZeroParamGather | None = None
-        if replicated:
+        if not replicated:
+            self.grad_buffer: GradBuffer | ShardedGrads = GradBuffer(trainable, buckets)
+        else:
             largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
             ranks, replica = spec.replica_ranks, spec.place.replica
             collectives = ReplicaCollectives(transport, ranks, torch.device(spec.device), largest)
-            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
+            if spec.zero == 2:
+                self.grad_buffer = ShardedGrads(trainable, buckets, ranks, replica, flags, collectives)
+                self.grad_reducer = self.grad_buffer
+            else:
+                self.grad_buffer = GradBuffer(trainable, buckets)
+                self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
             if spec.owners:
                 self.zero_gather = ZeroParamGather(trainable, buckets, replica, collectives)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
@@ -67,6 +74,18 @@ class Updater:
     def updates(self, name: str) -> bool:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
+
+    @property
+    def reduces_each_call(self) -> bool:
+        """Whether gradients are reduced by every call that runs backwards, also if no update follows (ZeRO-2)."""
+        return isinstance(self.grad_reducer, ShardedGrads)
+
+    def attach_gradients(self) -> None:
+        """After backwards that no update follows: make the main grads the parameters' gradients."""
+        if isinstance(self.grad_reducer, ShardedGrads):
+            self.grad_reducer.finish()
+        else:
+            self.grad_buffer.attach_to_params()
 
     def set_used_params(self, names: Collection[str]) -> None:
         """Announce that the backwards before the next `step` reach these weights only."""

@@ -1,4 +1,4 @@
-"""Parameters of a rank: main-grad buffers, their reduction, ZeRO-1 all-gather, low-precision copies.
+"""Parameters of a rank: main-grad buffers, their reduction, ZeRO all-gather, low-precision copies.
 
 Question: where do a rank's weights and gradients lie, and how do replicas and shards agree on them?
 Input: the rank's parameters by name, and `Weight`s with their owners. Output: summed gradients in ``param.grad`` before
@@ -6,9 +6,11 @@ an update, and up-to-date compute parameters before a forward.
 
 Reading order:
     flat_buckets.py     which parameters share a flat buffer, who owns them, where they lie
+    grad_sums.py        gradients taken from autograd's leaves and added
     grad_buffer.py      main grads: sums over microbatches in flat memory
     grad_reduce.py      their all-reduce or reduce-scatter over replicas
+    zero2_grads.py      ZeRO-2: both, with main grads of owned weights only
     compute_copies.py   low-precision copies that programs read
-    zero1_gather.py     ZeRO-1 all-gather of updated weights, with prefetch
+    zero_gather.py      ZeRO all-gather of updated weights, with prefetch
     full_params.py      unsharded parameters, for optimizers that need them
 """

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from autopar.ir.program import Program
-from autopar.runtime.params.zero1_gather import ZeroParamGather
+from autopar.runtime.params.zero_gather import ZeroParamGather
 
 
 class ComputeParams:
     """Low-precision copies of a rank's weights, one for each weight that a program reads so.
 
     A copy is a leaf of autograd; its gradients are added to its master's main grad (`grad_buffer`). The copies are
-    refreshed once a step. Under ZeRO-1 the copy of a trained weight lies in the memory that `ZeroParamGather` fills.
+    refreshed once a step. Under ZeRO the copy of a trained weight lies in the memory that `ZeroParamGather` fills.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ComputeParams:
         Args:
             weights: all weights of the rank, by name.
             watch: called with the name of a weight and its copy, if the copy gets gradients.
-            shared: the all-gather of ZeRO-1, or None.
+            shared: the all-gather of ZeRO, or None.
         """
         self.weights, self.watch, self.zero_gather = weights, watch, shared
         self.copies: dict[str, nn.Parameter] = {}

@@ -38,6 +38,11 @@ class FlatBucket:
         return self.bounds[-1]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the main grads."""
+        return self.numel * self.dtype.itemsize
+
+    @property
     def num_segments(self) -> int:
         """Number of segments: one per owner, or 1."""
         return len(self.bounds) - 1
@@ -65,6 +70,14 @@ class FlatBucket:
         """View of each parameter in a buffer, with the shape and memory order of its counterpart in ``like``."""
         places = zip(self.names, self.offsets, strict=True)
         return {name: view_like(flat[k : k + like[name].numel()], like[name]) for name, k in places}
+
+    def owned_views(
+        self, segment: torch.Tensor, owner: int, like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """As `views`, of an owner's parameters in its segment."""
+        starts = {name: k - self.bounds[owner] for name, k in zip(self.names, self.offsets, strict=True)}
+        owned = {name: starts[name] for name in self.names_of(owner)}
+        return {name: view_like(segment[k : k + like[name].numel()], like[name]) for name, k in owned.items()}
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:

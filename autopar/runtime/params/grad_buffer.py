@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from weakref import ref
 
 import torch
 from torch import nn
@@ -14,10 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.ops import wgrad_accumulation
 from autopar.runtime.params.flat_buckets import FlatBucket
+from autopar.runtime.params.grad_sums import add_gradients, take_gradients
 
-MIN_KERNEL_ELEMENTS = 2**16  # elements from which a kernel takes longer than its launch
 MAX_DEFERRED_BYTES = 2**20  # smaller gradients of a bucket are added after the backward
-HAS_TRITON = find_spec("triton") is not None
 
 
 class GradBuffer:
@@ -47,7 +43,7 @@ class GradBuffer:
         self.on_accumulated: Callable[[Sequence[str]], None] = lambda names: None
         self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
         self.views: dict[str, torch.Tensor] = {}
-        # By bucket: weights whose gradients are ready, with the leaf that holds a gradient that is still to be added.
+        # By bucket: weights whose gradients are ready, with the gradient unless a layer has added it.
         self.ready: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
         self.main_grads: dict[str, MainGrad] = {}
         self.hooks: list[RemovableHandle] = []
@@ -58,13 +54,7 @@ class GradBuffer:
 
     def watch(self, name: str, leaf: nn.Parameter) -> None:
         """Add the gradients of another leaf to a parameter's main grad too."""
-        watching = ref(self)  # a strong reference would be a cycle: buffer, leaf, hook
-
-        def on_grad(param: torch.Tensor) -> None:
-            if (gradients := watching()) is not None:
-                gradients.mark_ready(name, param)
-
-        self.hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
+        self.hooks.append(take_gradients(self, name, leaf))
 
     def main_grad_of(self, name: str) -> torch.Tensor | None:
         """Main grad of a weight, for a linear layer that adds to it.
@@ -87,20 +77,17 @@ class GradBuffer:
         self.main_grads.clear()
         self.hooks.clear()
 
-    def mark_ready(self, name: str, leaf: torch.Tensor | None) -> None:
-        """Note that a leaf's gradient is ready, or (None) that a layer has added it to the main grad."""
-        if leaf is not None and leaf.grad is None:  # the hook ran, but there is no gradient
-            return
+    def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Note a gradient, which is to be added, or (None) that a layer has added it to the main grad."""
         index = self.bucket_of[name]
-        self.ready[index].append((name, leaf))
+        self.ready[index].append((name, gradient))
         full = len(self.ready[index]) == len(self.buckets[index].names)
         if full and (self.flush_eagerly or not self.is_small(index)):
             self.flush_buckets([index])
 
     def is_small(self, index: int) -> bool:
         """Whether the ready gradients of a bucket take up little memory."""
-        gradients = [leaf.grad for _, leaf in self.ready[index] if leaf is not None]
-        return sum(gradient.nbytes for gradient in gradients if gradient is not None) < MAX_DEFERRED_BYTES
+        return sum(g.nbytes for _, g in self.ready[index] if g is not None) < MAX_DEFERRED_BYTES
 
     def flush(self) -> None:
         """After a backward: add the gradients of buckets that it did not fill, and deferred ones."""
@@ -127,42 +114,10 @@ class GradBuffer:
         for index in indices:
             self.ready[index] = []
             self.flat(index)
-        unsummed = [(name, leaf) for name, leaf in ready if leaf is not None]
-        gradients = {name: leaf.grad for name, leaf in unsummed if leaf.grad is not None}
-        assert len(gradients) == len(unsummed), "a gradient came twice in one backward"
-        alike: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
-        for name, gradient in gradients.items():
-            alike[self.views[name].dtype, gradient.dtype].append(name)
-        for (_, dtype), names in alike.items():
-            first = [name for name in names if name not in self.accumulated]
-            if first:
-                torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
-            if len(first) < len(names):
-                self.add(dtype, {name: gradients[name] for name in names if name in self.accumulated})
-        for _, leaf in unsummed:
-            leaf.grad = None
-        self.accumulated |= gradients.keys()
-        self.on_accumulated(tuple(name for name, _ in ready))
-
-    def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients of one dtype to their main grads.
-
-        torch adds a list of tensors in one kernel only if all dtypes are equal (``can_use_fast_route``), but copies
-        between dtypes in one kernel. So low-precision gradients are widened together and then added. On GPUs a kernel
-        of ours adds large ones directly.
-        """
-        batched = dict(gradients)
-        if dtype != torch.float32:
-            for name in [name for name, gradient in gradients.items() if has_kernel(self.views[name], gradient)]:
-                add_by_kernel(self.views[name], batched.pop(name))
-        if not batched:
-            return
-        sums, added = [self.views[name] for name in batched], list(batched.values())
-        if dtype != sums[0].dtype:
-            wide = [torch.empty_like(view) for view in sums]
-            torch._foreach_copy_(wide, added)
-            added = wide
-        torch._foreach_add_(sums, added)
+        names = tuple(name for name, _ in ready)
+        add_gradients(self.views, [(name, g) for name, g in ready if g is not None], self.accumulated)
+        del ready  # frees the gradients before a reduction starts
+        self.on_accumulated(names)
 
     def with_zeros_for_missing(self, index: int) -> torch.Tensor:
         """Main grads of a bucket, with zeros where there is no gradient."""
@@ -177,7 +132,8 @@ class GradBuffer:
         for name in self.bucket_of:
             gradient = self.parameters[name].grad
             if gradient is not None and gradient is not self.views.get(name):
-                self.mark_ready(name, self.parameters[name])
+                self.parameters[name].grad = None
+                self.mark_ready(name, gradient)
         self.flush()
 
     def attach_to_params(self) -> None:
@@ -194,9 +150,6 @@ class GradBuffer:
         """Drop all main grads; their memory stays."""
         self.accumulated.clear()
         for entries in self.ready:
-            for _, leaf in entries:
-                if leaf is not None:
-                    leaf.grad = None
             entries.clear()
 
     @property
@@ -213,21 +166,12 @@ class MainGrad:
     name: str
     tensor: torch.Tensor
 
+    def buffer(self) -> torch.Tensor:
+        return self.tensor
+
     def is_initialized(self) -> bool:
         return self.name in self.gradients.accumulated
 
     def mark_accumulated(self) -> None:
         self.gradients.accumulated.add(self.name)
         self.gradients.mark_ready(self.name, None)
-
-
-def has_kernel(total: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether the accumulation kernel fits: for large dense CUDA tensors of one shape [...] and memory order."""
-    alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
-    return alike and gradient.numel() >= MIN_KERNEL_ELEMENTS and HAS_TRITON
-
-
-def add_by_kernel(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    from autopar.ops.kernels.accumulate import add
-
-    add(total, gradient)

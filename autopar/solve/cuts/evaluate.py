@@ -95,7 +95,7 @@ class RankCost:
     def exposed_seconds(self) -> float:
         """Exposed time of the exchange between replicas, with the slowdown that the overlapped part causes in compute.
 
-        The gradients' reduction hides under the last backward, and under ZeRO-1 the weights' all-gather under the next
+        The gradients' reduction hides under the last backward, and under ZeRO the weights' all-gather under the next
         forward. At least one bucket of each is exposed: the last one reduced and the first one gathered.
 
         Error: ranks before the last one also wait for other ranks' backwards, which hide more of their reduction; not

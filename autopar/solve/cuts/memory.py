@@ -69,7 +69,7 @@ def pending_gradients(problem: CutProblem, arriving: Sequence[Sequence[ResidentT
 
     Args:
         arriving: for each group in the order of the backward, the weights whose gradients it completes.
-    Error: under ZeRO-1 a bucket of a model with few kinds of blocks may be several times as large as here. GPUs widen
+    Error: under ZeRO a bucket of a model with few kinds of blocks may be several times as large as here. GPUs widen
         small gradients only.
     """
     has_buckets, stays, adds = problem.has_buckets, problem.gradients_come, problem.microbatches > 1

@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 
 from autopar.ir.comm_sizes import replica_buffer_bytes
 from autopar.ir.cost_graph import CostGraph, ResidentTensor
-from autopar.ir.grad_buckets import largest_bucket_bytes
+from autopar.ir.grad_buckets import bucket_sizes, slot_bytes
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
+from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo, ZeroStage
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -53,7 +53,9 @@ class Priced:
 class Costs(Protocol):
     """Prices that the search asks for. Implementations remember their answers."""
 
-    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         """The model under one sharding, for ``size`` samples per microbatch.
 
         Args:
@@ -85,8 +87,7 @@ class CutProblem:
     every moment that may be the peak; ``in_flight`` is then the first of them.
 
     ``peers`` are the axes along which ranks reach each other's memory. ``input_bytes`` are a step's inputs on the first
-    stage, ``reserve_bytes`` the memory of libraries on every rank. ``owners`` is the number of replicas that share the
-    optimizer's updates.
+    stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` is the ZeRO stage.
 
     With ``recompute`` "auto" a stage recomputes if it does not fit otherwise. With "all" every stage does, and ``cost``
     includes it.
@@ -111,7 +112,7 @@ class CutProblem:
     peers: frozenset[Axis] = frozenset()
     input_bytes: int = 0
     reserve_bytes: int = 0
-    owners: int = 1
+    zero: ZeroStage = 0
 
     @cached_property
     def stage_costs(self) -> dict[tuple[int, int, int, int], Any]:
@@ -176,25 +177,32 @@ class CutProblem:
         return self.microbatches if "pp" in self.peers else 0
 
     @cached_property
-    def exchanged_bytes(self) -> int:
-        """Bytes of the symmetric buffer in which replicas sum gradients, on each rank.
-
-        Error: high on stages without the model's largest bucket.
-        """
-        trained = [w for w in self.cost.weights if w.gradient_bytes]
-        if "dp" not in self.peers or not trained:
-            return 0
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of each bucket of gradients, if one rank held the whole model."""
         stored, size = "float32", DTYPE_BYTES["float32"]
         weights = [
             Weight(w.name, "parameter", (w.gradient_bytes // size,), "bfloat16" if w.copy_bytes else stored,
                    requires_grad=True, master=stored if w.copy_bytes else "")
-            for w in trained
+            for w in self.cost.weights
+            if w.gradient_bytes
         ]  # fmt: skip
-        return replica_buffer_bytes(largest_bucket_bytes(weights, self.owners), self.dp)
+        return bucket_sizes(weights, self.dp if self.zero else 1)
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """Bytes through which replicas exchange gradients, on each rank: a symmetric buffer on peers and, under ZeRO-2,
+        the flat buffers in which buckets take turns.
+
+        Error: high on stages without the model's largest bucket.
+        """
+        if self.dp == 1 or not self.bucket_sizes:
+            return 0
+        symmetric = replica_buffer_bytes(max(self.bucket_sizes), self.dp) if "dp" in self.peers else 0
+        return symmetric + (slot_bytes(self.bucket_sizes) if self.zero == 2 else 0)
 
     def fixed_bytes(self, stage: int) -> int:
-        """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas'
-        symmetric buffer and the libraries."""
+        """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas' buffers
+        and the libraries."""
         return self.input_bytes * (stage == 0) + (self.exchanged_bytes + self.reserve_bytes) * (stage < self.pp)
 
     def standing_bytes(self, weight: ResidentTensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Alternative, Balance
+from autopar.ir.plan_parts import Alternative, Balance, zero_text
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.result.make_plan import Decision, Setting, step_time
@@ -66,26 +66,26 @@ def alternatives(
 def mesh_label(point: Point) -> str:
     """``pp 2 × tp 1 × dp 2, v 2, m 8, ZeRO-1``: the mesh, stages a rank, microbatches, what replicas share."""
     chunks = f", v {point.pipeline.chunks}" if point.pipeline.chunks > 1 else ""
-    return f"{point.mesh}{chunks}, m {point.microbatches:,}" + (", ZeRO-1" if point.zero1 else "")
+    return f"{point.mesh}{chunks}, m {point.microbatches:,}{zero_text(point.zero)}"
 
 
 def point_label(point: Point, dp: int) -> str:
     """``8 microbatches``, and whether the state is shared where there are replicas."""
-    zero1 = "" if dp == 1 else ", ZeRO-1" if point.zero1 else ", no ZeRO-1"
-    return plural(point.microbatches, "microbatch", "es") + zero1
+    zero = "" if dp == 1 else zero_text(point.zero) or ", no ZeRO-1"
+    return plural(point.microbatches, "microbatch", "es") + zero
 
 
 def neighbours(
     setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other choice of ZeRO-1."""
+    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other ZeRO stages."""
     chosen = point_of(decision)
     microbatches = chosen.microbatches
     points = [p for p in enumerate_points(setting, chosen.mesh) if alike(p, chosen.pipeline)]
-    same = [p for p in points if p.zero1 == decision.zero1]
+    same = [p for p in points if p.zero == min(decision.zero, 1)]  # ZeRO-2 is for one microbatch
     near = [p for p in same if p.microbatches < microbatches][-1:]
     near += [p for p in same if p.microbatches > microbatches][:1]
-    near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
+    near += [p for p in points if p.zero != decision.zero and p.zero < 2 and p.microbatches == microbatches]
     return looked_up(setting, bounds, by_mesh, near)
 
 

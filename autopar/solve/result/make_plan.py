@@ -20,6 +20,7 @@ from autopar.ir.plan_parts import (
     SolverInfo,
     Stage,
     StageMemory,
+    ZeroStage,
 )
 from autopar.schedule.simulate import scheduled_seconds
 from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
@@ -45,7 +46,7 @@ class Decision:
 
     problem: CutProblem
     priced: Priced
-    zero1: bool
+    zero: ZeroStage
     stage_of: tuple[int, ...]
 
     @property
@@ -139,7 +140,7 @@ def make_plan(
         exceptions=found.exceptions,
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
         strategies=compressed(priced.strategies, [op.name for op in ops]),
-        zero1=decision.zero1,
+        zero=decision.zero,
         blocks=priced.blocks,
         alternatives=alternatives,
         bound_by=bound_by,

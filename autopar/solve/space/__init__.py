@@ -1,6 +1,6 @@
 """Which points are searched?
 
-A point is a mesh, a number of microbatches, ZeRO-1 or not, and a schedule. Input: the user's constraints and the
+A point is a mesh, a number of microbatches, a ZeRO stage, and a schedule. Input: the user's constraints and the
 machine. Output: `Candidate`, a point with its sharding, cuts and simulated step, or the reason why it does not fit.
 
 Files in reading order: `constraints.py`, `meshes.py` (factorisations of the devices), `candidates.py` (lower bounds

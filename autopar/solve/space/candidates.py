@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName, ZeroStage
 from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
@@ -40,11 +41,11 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the search space: mesh, microbatches per replica, ZeRO-1, and schedule."""
+    """Point of the search space: mesh, microbatches per replica, ZeRO stage, and schedule."""
 
     mesh: Mesh
     microbatches: int
-    zero1: bool = False
+    zero: ZeroStage = 0
     pipeline: Pipeline = Pipeline()
 
     @property
@@ -82,13 +83,13 @@ class Candidate:
     @property
     def decision(self) -> Decision:
         assert self.stage_of is not None, f"{self.point} was not cut"
-        return Decision(self.problem, self.priced, self.point.zero1, self.stage_of)
+        return Decision(self.problem, self.priced, self.point.zero, self.stage_of)
 
 
 def point_of(decision: Decision) -> Point:
     """Point at which a decision was found."""
     problem = decision.problem
-    return Point(problem.mesh, problem.microbatches, decision.zero1, Pipeline(problem.schedule, problem.chunks))
+    return Point(problem.mesh, problem.microbatches, decision.zero, Pipeline(problem.schedule, problem.chunks))
 
 
 @dataclass(frozen=True)
@@ -126,20 +127,22 @@ def microbatch_samples(setting: Setting, point: Point) -> int:
 
 
 def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
-    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open;
-    of schedules that run the same actions in the same order only the first."""
-    wanted = setting.constraints.zero1
+    """Every number of microbatches, at every ZeRO stage and under every schedule as far as that is left open; of
+    schedules that run the same actions in the same order only the first. ZeRO-2 is for one microbatch."""
+    wanted = setting.constraints.zero
     for pipeline in allowed_pipelines(setting.constraints, mesh):
-        for zero1 in (False, True) if wanted is None else (wanted,):
-            if not zero1 or mesh.dp > 1:
+        for zero in get_args(ZeroStage) if wanted is None else (wanted,):
+            if not zero or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
-                    point = Point(mesh, m, zero1, pipeline)
+                    if zero == 2 and m > 1:
+                        break
+                    point = Point(mesh, m, zero, pipeline)
                     if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
                         yield point
 
 
 def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
-    """Points with the same mesh, microbatches and ZeRO-1 under every other schedule."""
+    """Points with the same mesh, microbatches and ZeRO stage under every other schedule."""
     points = enumerate_points(setting, point.mesh)
     return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
@@ -182,7 +185,7 @@ def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
 def priced_at(setting: Setting, point: Point, memory_level: int) -> Priced | None:
     """The point's prices under its fastest sharding, or a smaller one."""
     mesh, size = point.mesh, microbatch_samples(setting, point)
-    return setting.costs.priced(mesh.tp, mesh.dp, point.zero1, size, point.microbatches, memory_level)
+    return setting.costs.priced(mesh.tp, mesh.dp, point.zero, size, point.microbatches, memory_level)
 
 
 def shardings_at(setting: Setting, point: Point) -> Iterator[Priced]:
@@ -231,7 +234,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
-        owners=mesh.dp if point.zero1 else 1,
+        zero=point.zero,
     )
 
 

@@ -52,11 +52,17 @@ class Constraints(PlanConstraints):
         for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
             if number is not None and number > self.batch:
                 raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")
-        if self.zero1 and (self.dp == 1 or self.devices == 1):
+        if self.zero and (self.dp == 1 or self.devices == 1):
             alone = "dp=1" if self.dp == 1 else "1 device"
             raise UsageError(
-                f"zero1=True with {alone}: there are no replicas to share the optimizer's state. Use dp=2 or more, or "
-                "leave zero1 out."
+                f"zero={self.zero} with {alone}: there are no replicas to share the optimizer's state. Use dp=2 or "
+                "more, or leave zero out."
+            )
+
+        if self.zero == 2 and (self.microbatches or 1) > 1:
+            raise UsageError(
+                f"zero=2 with microbatches={self.microbatches}: ZeRO-2 reduces gradients after every backward, and is "
+                "for one microbatch a step. Use microbatches=1 or zero=1."
             )
 
     def capacity_bytes(self, hardware: Hardware) -> int:

@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import plural
-from autopar.solve.space.constraints import Constraints
+from autopar.solve.space.constraints import Constraints, microbatch_candidates
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"groups of {mesh.tp} ranks cross nodes of {plural(per_node, 'device')}"
     if constraints.microbatches is not None and constraints.microbatches > local:
         return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
-    if constraints.zero1 and mesh.dp == 1:
+    if constraints.zero and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
+    if constraints.zero == 2 and (smallest := min(microbatch_candidates(constraints, mesh.dp))) > 1:
+        return f"a replica has {smallest} microbatches, and ZeRO-2 is for one"
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
         return "no pipeline, in which alone ranks have several stages"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
@@ -190,7 +192,9 @@ def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
     sizes = {name: getattr(constraints, name) for name in ("pp", "tp", "dp", "chunks", "microbatches")}
     asked = {name: f"{name}={size}" for name, size in sizes.items() if size is not None}
     return (
-        asked | ({"zero1": "zero1"} if constraints.zero1 else {}) | ({"pins": "the pins"} if constraints.pins else {})
+        asked
+        | ({"zero": f"zero={constraints.zero}"} if constraints.zero else {})
+        | ({"pins": "the pins"} if constraints.pins else {})
     )
 
 

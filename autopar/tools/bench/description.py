@@ -23,7 +23,7 @@ def plan_label(plan: Plan) -> str:
     axes = [f"{name} {size}" for name, size in (("pp", mesh.pp), ("tp", mesh.tp), ("dp", mesh.dp)) if size > 1]
     chunks = f" × {plan.chunks}" if plan.chunks > 1 else ""
     extra = [f"{plan.schedule}{chunks}"] if mesh.pp > 1 else []
-    extra += ["ZeRO-1"] if plan.zero1 else []
+    extra += [f"ZeRO-{plan.zero}"] if plan.zero else []
     extra += ["recomputing"] if any(stage.recompute == "all" for stage in plan.stages) else []
     cut = f"{plural(plan.microbatches, 'microbatch', 'es')} of {plan.microbatch_size}"
     return ", ".join([" × ".join(axes) or "1 device", *extra, cut])

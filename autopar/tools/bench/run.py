@@ -200,7 +200,7 @@ class Bench:
             constraints |= {"schedule": self.plan.schedule, "chunks": self.plan.chunks, "balance": "uniform"}
             return self.make_plan(mesh.devices, **constraints)
         if baseline.name == "single":
-            for name in ("pp", "tp", "dp", "zero1", "balance", "schedule", "chunks", "memory"):
+            for name in ("pp", "tp", "dp", "zero", "balance", "schedule", "chunks", "memory"):
                 constraints.pop(name, None)
             if self.machine.device_type == "cpu":
                 constraints["memory"] = psutil.virtual_memory().total

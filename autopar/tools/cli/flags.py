@@ -62,11 +62,12 @@ class PlanFlags:
     pp: Annotated[int | None, Option(help="Pipeline-parallel size: ranks of a pipeline.", metavar="N")] = None
     tp: Annotated[int | None, Option(help="Tensor-parallel size: ranks that split each operation.", metavar="N")] = None
     dp: Annotated[int | None, Option(help="Data-parallel size: replicas that share the batch.", metavar="N")] = None
-    zero1: Annotated[
-        bool | None,
+    zero: Annotated[
+        int | None,
         Option(
-            "--zero1/--no-zero1",
-            help="Shard the optimizer state over replicas (ZeRO-1); the planner chooses by default.",
+            help="ZeRO stage: replicas divide the optimizer state (1), and the gradients too (2), or nothing (0); the "
+            "planner chooses by default.",
+            metavar="0|1|2",
         ),
     ] = None
     microbatches: Annotated[

@@ -12,7 +12,7 @@ from autopar.tools.cli.flags import PlanFlags
 from autopar.tools.explain.why_not import Query
 
 NOT_ASKED = {"hardware", "pin"}  # hardware is the plan's; pins name stages of one mesh
-KINDS = {int: "a whole number", bool: "true or false", str: "a text"}
+KINDS = {int: "a whole number", str: "a text"}
 
 
 def parse_questions(texts: Sequence[str]) -> tuple[Query, ...]:

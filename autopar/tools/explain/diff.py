@@ -97,7 +97,7 @@ def settings(before: Plan, after: Plan) -> Iterator[Change]:
         ("devices", before.mesh.devices, after.mesh.devices),
         ("hardware", machine(before), machine(after)),
         ("mesh", before.mesh, after.mesh),
-        ("ZeRO-1", "yes" if before.zero1 else "no", "yes" if after.zero1 else "no"),
+        ("ZeRO", before.zero or "no", after.zero or "no"),
         ("schedule", before.schedule, after.schedule),
         ("chunks a rank", before.chunks, after.chunks),
         ("microbatches", cut_of(before), cut_of(after)),

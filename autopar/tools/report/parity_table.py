@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import zero_text
 from autopar.ir.table import batch_text, schedule_text, stage_ends
 from autopar.ir.text import labelled, numeric, plain_table
 from autopar.ir.units import COUNT, plural, text
@@ -69,7 +70,7 @@ def mesh_text(plan: Plan) -> str:
     weights = [text for text in plan.shardings.values() if Layout.parse(text).splits]
     labels = [label for label in plan.strategies.values() if label]
     split = f", {plural(len(labels), 'operation')} and {plural(len(weights), 'weight')} split (repeated ones once)"
-    return f"{plan.mesh}{', ZeRO-1' if plan.zero1 else ''}{split if plan.mesh.tp > 1 else ''}"
+    return f"{plan.mesh}{zero_text(plan.zero)}{split if plan.mesh.tp > 1 else ''}"
 
 
 def row_table(rows: Sequence[Row]) -> Table:

@@ -84,8 +84,8 @@ def leg(name: str, devices: int, mesh: dict[str, Any], given: Path | None, folde
 
 
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
-    "vit": {"tp": {"tp": 2, "hardware": "slow-compute"}, "pp": {"pp": 2}, "zero1": {"dp": 2, "zero1": True}},
-    "convolutions": {"zero1": {"dp": 2, "zero1": True}},
+    "vit": {"tp": {"tp": 2, "hardware": "slow-compute"}, "pp": {"pp": 2}, "zero": {"dp": 2, "zero": 1}},
+    "convolutions": {"zero": {"dp": 2, "zero": 1}},
 }
 
 
@@ -146,7 +146,7 @@ import autopar
 
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
-with start("convolutions", 2, dp=2, zero1=True) as pm:
+with start("convolutions", 2, dp=2, zero=1) as pm:
     half = slice(4 * rank, 4 * rank + 4)
     for _ in range(2):
         pm.train_step(IMAGES[half], LABELS[half])

@@ -135,7 +135,7 @@ model = Tied()
 x, y = torch.randint(0, 32, (10, 5)), torch.randint(0, 32, (10,))
 adamw = lambda p: torch.optim.AdamW(p, lr=1e-2)
 reference = Reference(model, make_optimizer=adamw)
-plan = plan_by_hand(model, x, 2, [], dp=2, zero1=True)
+plan = plan_by_hand(model, x, 2, [], dp=2, zero=1)
 with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
     assert (pm.data_rank, pm.data_size) == (rank, 2)
     own = slice(5 * rank, 5 * rank + 5)

@@ -1,4 +1,4 @@
-"""Data-parallel replicas, with and without ZeRO-1, against one device: over threads, then over real processes."""
+"""Data-parallel replicas under every ZeRO stage, against one device: over threads, then over real processes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine.executor import ActionTiming
@@ -38,7 +39,15 @@ from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 from autopar.tools.bench.bubble import bubble_bound_seconds
 
-MESHES = [(1, 2, False), (1, 4, True), (2, 2, False), (2, 2, True), (3, 2, True)]  # pp, dp, zero1
+# pp, dp, ZeRO stage
+MESHES: list[tuple[int, int, ZeroStage]] = [
+    (1, 2, 0), (1, 4, 1), (2, 2, 0), (2, 2, 1), (3, 2, 1), (1, 4, 2), (3, 2, 2)
+]  # fmt: skip
+
+
+def several(zero: ZeroStage, count: int) -> int:
+    """Number of microbatches; ZeRO-2 is for one."""
+    return 1 if zero == 2 else count
 
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -62,19 +71,19 @@ def outputs_agree(pm: Any, reference: Reference, x: Any, train: bool) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_one_device(name: str, mesh: tuple[int, int, bool]) -> None:
+def test_equals_one_device(name: str, mesh: tuple[int, int, ZeroStage]) -> None:
     torch.manual_seed(0)
     make, loss_fn = MODELS[name]
-    pp, dp, zero1 = mesh
+    pp, dp, zero = mesh
     model = make()
-    x, y = data(name, 5 * dp)  # microbatches of 2, 2, 1 on each replica
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, pp), dp=dp, zero1=zero1)
+    x, y, microbatches = *data(name, 5 * dp), several(zero, 3)  # of 2, 2, 1 on each replica
+    plan = plan_by_hand(model, x, microbatches, even_firsts(model, x, pp), dp=dp, zero=zero)
     pm = in_threads(model, plan, x, loss_fn, optimizer=ADAMW)
     reference = Reference(model, loss_fn, ADAMW)
     for batch in (5, 2):  # accumulated
         x, y = data(name, batch * dp)
         result = pm.forward_backward(x, y, return_outputs=True)
-        assert result.loss == pytest.approx(reference.forward_backward(x, y, 3, dp), abs=1e-5)
+        assert result.loss == pytest.approx(reference.forward_backward(x, y, microbatches, dp), abs=1e-5)
         assert len(result.outputs) == len(x)
         assert_all_close(pm.gradients(), reference.gradients(), "gradient")
     pm.optimizer_step()
@@ -96,14 +105,14 @@ def test_equals_one_device(name: str, mesh: tuple[int, int, bool]) -> None:
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state after evaluation and loading")
 
 
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("loss_fn", [main_loss, loss_of_some])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_head_that_only_some_replicas_read(stages: int, loss_fn: Any, zero1: bool) -> None:
+def test_a_head_that_only_some_replicas_read(stages: int, loss_fn: Any, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model, x = TwoHeads(), torch.randn(6, 8)
     decaying = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, stages), dp=2, zero1=zero1)
+    plan = plan_by_hand(model, x, several(zero, 3), even_firsts(model, x, stages), dp=2, zero=zero)
     pm = in_threads(model, plan, x, loss_fn, optimizer=decaying)
     reference = Reference(model, loss_fn, decaying)
     for y in ([1] * 6, [1, 1, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1], [0] * 6, [2] * 6):
@@ -111,16 +120,17 @@ def test_a_head_that_only_some_replicas_read(stages: int, loss_fn: Any, zero1: b
         assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_clipping_by_the_global_norm(zero1: bool) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_clipping_by_the_global_norm(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = Tied()
     x, y = data("tied", 6)
-    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"], dp=2, zero1=zero1)
+    microbatches = several(zero, 3)
+    plan = plan_by_hand(model, x, microbatches, ["layers.1.0.layer_norm", "head.linear"], dp=2, zero=zero)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW, clip_grad_norm=0.05)
     reference = Reference(model, F.cross_entropy, ADAMW)
     for _ in range(3):
-        reference.forward_backward(x, y, 3, 2)
+        reference.forward_backward(x, y, microbatches, 2)
         norm = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.05)
         assert norm > 0.05
         reference.step()
@@ -128,8 +138,8 @@ def test_clipping_by_the_global_norm(zero1: bool) -> None:
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
 
 
-@pytest.mark.parametrize(("pp", "dp", "zero1"), [(1, 2, False), (2, 1, False), (2, 2, True)])
-def test_groups_by_original_names(pp: int, dp: int, zero1: bool) -> None:
+@pytest.mark.parametrize(("pp", "dp", "zero"), [(1, 2, 0), (2, 1, 0), (2, 2, 1), (1, 2, 2)])
+def test_groups_by_original_names(pp: int, dp: int, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = Tied()
     x, y = data("tied", 8)
@@ -143,7 +153,7 @@ def test_groups_by_original_names(pp: int, dp: int, zero1: bool) -> None:
     for name, parameter in reference.model.named_parameters():
         expected[parameter.ndim > 1 and name != "embed.weight"]["params"].append(parameter)
     reference.optimizer = torch.optim.AdamW(expected, lr=1e-2)
-    plan = plan_by_hand(model, x, 2, even_firsts(model, x, pp), dp=dp, zero1=zero1)
+    plan = plan_by_hand(model, x, several(zero, 2), even_firsts(model, x, pp), dp=dp, zero=zero)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=group_weights)
     for _ in range(3):
         updated_alike(pm, reference, x, y)
@@ -182,21 +192,24 @@ def test_gradients_are_summed_once_a_step_and_while_the_last_backward_runs(monke
     assert noted == [[f"{stage}B2"] * 2 + ["None"] for stage in (0, 0, 1, 1)]
 
 
-def test_zero1_divides_the_state_of_the_optimizer() -> None:
+@pytest.mark.parametrize(("zero", "expected"), [(0, [5, 5]), (1, [3, 2]), (2, [3, 2])])
+def test_zero_divides_the_state_of_the_optimizer(zero: ZeroStage, expected: list[int]) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
     x, y = torch.randn(8, 16), torch.randn(8, 16)
     weight = 16 * 16 * 4 * 2 + 4  # two moments and a step count
-    for zero1, expected in ((False, [5, 5]), (True, [3, 2])):
-        pm = in_threads(model, plan_by_hand(model, x, 2, [], dp=2, zero1=zero1), x, F.mse_loss, optimizer=ADAMW)
-        pm.train_step(x, y)
-        assert [pm.stats()[rank].optimizer_bytes for rank in range(2)] == [n * weight for n in expected]
+    pm = in_threads(
+        model, plan_by_hand(model, x, several(zero, 2), [], dp=2, zero=zero), x, F.mse_loss, optimizer=ADAMW
+    )
+    pm.train_step(x, y)
+    assert [pm.stats()[rank].optimizer_bytes for rank in range(2)] == [n * weight for n in expected]
 
 
-def test_a_replica_that_owns_nothing() -> None:
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_replica_that_owns_nothing(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(8, 4, bias=False), torch.randn(8, 8), torch.randint(0, 4, (8,))
     halve = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    plan = plan_by_hand(model, x, 1, [], dp=4, zero1=True)
+    plan = plan_by_hand(model, x, 1, [], dp=4, zero=zero)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW, lr_scheduler=halve)
     reference = Reference(model, F.cross_entropy, ADAMW)
     scheduler = halve(reference.optimizer)
@@ -313,7 +326,7 @@ def test_the_bubble_bound_takes_the_slowest_rank_of_each_stage() -> None:
 # -- the tensor axis: what the runtime adds to programs that run on it ------------------------------------------------
 
 
-def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> Rank:
+def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None, zero: ZeroStage = 0) -> Rank:
     """A rank that holds a split, a shared and a replicated weight."""
     shapes = {"split": (2, 3), "shared": (4,), "replicated": (5,)}
     spec = RankSpec(
@@ -327,6 +340,7 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> R
         recipe=TrainingRecipe(F.cross_entropy, functools.partial(torch.optim.SGD, lr=1.0)),
         storage={"split": split_layout(0), "shared": broadcast_layout()},
         owners=owners or {},
+        zero=zero,
     )
     return Rank(spec, {n: torch.zeros(shape) for n, shape in shapes.items()}, LocalTransport(rank, HUBS[mesh]))
 
@@ -334,10 +348,10 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> R
 HUBS = {Mesh(1, 2, 1): InProcessMailboxes(), Mesh(1, 2, 2): InProcessMailboxes()}
 
 
-@pytest.mark.parametrize("owners", [{}, {"split": 0, "shared": 1, "replicated": 0}])
-def test_a_step_over_shards_and_replicas(owners: dict[str, int]) -> None:
-    mesh = Mesh(1, 2, 2)
-    ranks = [sharded(rank, mesh, owners) for rank in range(4)]
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_step_over_shards_and_replicas(zero: ZeroStage) -> None:
+    mesh, owners = Mesh(1, 2, 2), {"split": 0, "shared": 1, "replicated": 0} if zero else {}
+    ranks = [sharded(rank, mesh, owners, zero) for rank in range(4)]
     gradients = {
         name: [torch.randn(ranks[0].weights[name].shape) for _ in range(4)]
         for name in ("split", "shared", "replicated")
@@ -376,23 +390,24 @@ def test_shards_draw_the_same_random_numbers() -> None:
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-WORLDS = [(1, 2, True), (1, 4, False), (2, 2, False), (2, 2, True)]
+WORLDS = [(1, 2, 1), (1, 4, 0), (2, 2, 0), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
 
 
-@pytest.mark.parametrize(("pp", "dp", "zero1"), only([(1, 2, True), (2, 2, False)], WORLDS))
-def test_processes_equal_one_device(pp: int, dp: int, zero1: bool) -> None:
+@pytest.mark.parametrize(("pp", "dp", "zero"), only([(1, 2, 1), (2, 2, 0), (2, 2, 2)], WORLDS))
+def test_processes_equal_one_device(pp: int, dp: int, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     name = "normed" if pp == 1 else "tied"
     make, loss_fn = MODELS[name]
     model = make()
     x, y = data(name, 5 * dp)
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, pp), dp=dp, zero1=zero1)
+    microbatches = several(zero, 3)
+    plan = plan_by_hand(model, x, microbatches, even_firsts(model, x, pp), dp=dp, zero=zero)
     reference = Reference(model, loss_fn, ADAMW)
     with autopar.parallelize(model, pp * dp, x, loss_fn=loss_fn, optimizer=ADAMW, plan=plan) as pm:
         assert (pm.data_rank, pm.data_size) == (0, 1)
         outputs_agree(pm, reference, x, train=False)
         for _ in range(2):
-            loss = reference.forward_backward(x, y, 3, dp)
+            loss = reference.forward_backward(x, y, microbatches, dp)
             assert pm.forward_backward(x, y).loss == pytest.approx(loss, abs=1e-5)
             assert_all_close(pm.gradients(), reference.gradients(), "gradient")
         pm.optimizer_step()
@@ -404,12 +419,12 @@ def test_processes_equal_one_device(pp: int, dp: int, zero1: bool) -> None:
         assert pm.measure_memory(x, y).keys() == pm.stats().keys() == set(range(pp * dp))
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_the_predicted_peak_counts_gradients_that_wait_for_their_bucket(zero1: bool) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_the_predicted_peak_counts_gradients_that_wait_for_their_bucket(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 10))
     x, y = torch.randn(8, 512), torch.randint(0, 10, (8,))
-    with autopar.parallelize(model, 2, x, optimizer=ADAMW, dp=2, zero1=zero1, microbatches=1) as pm:
+    with autopar.parallelize(model, 2, x, optimizer=ADAMW, dp=2, zero=zero, microbatches=1) as pm:
         pm.train_step(x, y)
         measured = pm.measure_memory(x, y)
         for own, predicted in zip(measured.values(), pm.plan.prediction.peak_bytes, strict=True):

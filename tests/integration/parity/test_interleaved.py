@@ -17,7 +17,7 @@ from support.parity import images, labels, outputs_agree, state_agrees, step_agr
 from support.reference import Reference
 
 import autopar
-from autopar.ir.plan_parts import INTERLEAVED
+from autopar.ir.plan_parts import INTERLEAVED, ZeroStage
 from autopar.schedule.generate import may_overlap
 from autopar.tools.parity.compare import EPSILON
 
@@ -89,12 +89,12 @@ def test_a_tied_weight_on_two_chunks_of_a_rank_and_on_another_rank() -> None:
     )
 
 
-@pytest.mark.parametrize(("schedule", "zero1"), [(INTERLEAVED[0], False), *((name, True) for name in INTERLEAVED)])
-def test_replicas(schedule: str, zero1: bool) -> None:
+@pytest.mark.parametrize(("schedule", "zero"), [(INTERLEAVED[0], 0), *((name, 1) for name in INTERLEAVED)])
+def test_replicas(schedule: str, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = tiny_vit()
     firsts = ["blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm", "blocks.3.norm1.layer_norm"]
-    plan = {"chunks": 2, "dp": 2, "zero1": zero1, "schedule": schedule}
+    plan = {"chunks": 2, "dp": 2, "zero": zero, "schedule": schedule}
     three_steps(model, images(12), labels(12), 6, firsts, optimizer=CAREFUL, **plan)
 
 

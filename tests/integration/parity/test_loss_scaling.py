@@ -24,6 +24,7 @@ from torch import nn
 import autopar
 from autopar.errors import NonFiniteLossWarning
 from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import ZeroStage
 
 
 def steep(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -38,11 +39,12 @@ class Scaled:
     reference: Reference
     limit: dict[str, float]
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu"))
+    microbatches: int = 2
 
     def step(self, x: torch.Tensor, y: torch.Tensor, replicas: int = 1) -> float:
         """The norm of the gradients before they were clipped."""
         reference = self.reference
-        for replica, parts in enumerate(reference.replica_parts((x, y), 2, replicas)):
+        for replica, parts in enumerate(reference.replica_parts((x, y), self.microbatches, replicas)):
             with reference.as_replica(replica, replicas):
                 for part, target in parts:
                     with torch.autocast("cpu", torch.float16):
@@ -92,13 +94,14 @@ def assert_goes_on_like(
     assert skipped[0] and not skipped[-1]
 
 
+@pytest.mark.parametrize(("zero", "microbatches"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("limit", [{"clip_grad_norm": 1.0}, {"clip_grad_value": 0.05}])
-def test_overflow_is_agreed_and_training_goes_on(limit: dict[str, Any]) -> None:
+def test_overflow_is_agreed_and_training_goes_on(limit: dict[str, Any], zero: ZeroStage, microbatches: int) -> None:
     torch.manual_seed(0)
     model, x, y = ConvNet(), torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
-    plan = plan_by_hand(model, x, 2, ["conv.conv2d"], dp=2, zero1=True, precision="fp16")
+    plan = plan_by_hand(model, x, microbatches, ["conv.conv2d"], dp=2, zero=zero, precision="fp16")
     pm = in_threads(model, plan, x, steep, optimizer=ADAMW, **limit)
-    alone = Scaled(Reference(Autocast(model, torch.float16), steep, ADAMW), limit)
+    alone = Scaled(Reference(Autocast(model, torch.float16), steep, ADAMW), limit, microbatches=microbatches)
     assert_goes_on_like(pm, alone, x, y, replicas=2, steps=6)
 
 

@@ -179,7 +179,7 @@ def test_processes_equal_autocast(name: str, mesh: tuple[int, int, int], precisi
     pp, tp, dp = mesh
     parity = compare(
         model, x, y, 2, loss_fn=F.cross_entropy, pp=pp, tp=tp, dp=dp, microbatches=2, precision=precision,
-        zero1=True if dp > 1 else None,
+        zero=1 if dp > 1 else None,
     )  # fmt: skip
     assert parity.autocast == str(DTYPES[precision]).removeprefix("torch.")
     assert parity.ok, [row for row in parity.rows if not row.ok]

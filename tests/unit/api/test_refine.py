@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ModelInfo
+from autopar.ir.plan_parts import ModelInfo, ZeroStage
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.joint.problem import JointProblem
@@ -50,17 +50,19 @@ class ChoicePrices:
     def floor_seconds(self, tp: int, size: int) -> float:
         return 0.0
 
-    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         if memory_level:
             return None
         return self.priced_strategies(
-            solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero1, size
+            solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero, size
         )
 
     def bound_seconds(self, tp: int, size: int) -> float:
         return solve_shardings(self.choice_graph, 1).bound_seconds
 
-    def priced_strategies(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+    def priced_strategies(self, picks: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int) -> Priced:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes
         chosen = [group.strategies[k] for group, k in zip(groups, picks)]
         seconds, flows = [c.seconds for c in chosen], []

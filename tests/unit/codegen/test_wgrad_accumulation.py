@@ -19,6 +19,7 @@ from torch import nn
 import autopar
 from autopar.codegen import compile as compiled
 from autopar.codegen.emit import graph_module
+from autopar.ir.plan_parts import ZeroStage
 from autopar.ops import wgrad_accumulation as linear_wgrad_fused
 from autopar.ops.wgrad_accumulation import add_product
 from autopar.runtime.params.grad_buffer import GradBuffer, MainGrad
@@ -174,12 +175,12 @@ def test_empty_weights_and_memory_after_a_model(closes: bool, added: list[bool])
     assert [owner() for owner in owners] == [None]
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_replicas_and_stages_sum_the_same(zero1: bool, added: list[bool]) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_replicas_and_stages_sum_the_same(zero: ZeroStage, added: list[bool]) -> None:
     """In float32, where nothing is rounded between the products and the sums."""
     torch.manual_seed(0)
     model, x, y = tiny_vit(2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-    plan = plan_by_hand(model, x, 2, even_firsts(model, x, 2), dp=2, zero1=zero1)
+    plan = plan_by_hand(model, x, 1 if zero == 2 else 2, even_firsts(model, x, 2), dp=2, zero=zero)
     results = []
     for compiles in (False, True):
         pm = in_threads(

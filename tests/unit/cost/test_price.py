@@ -300,8 +300,12 @@ SHARES = {
     "alone": (Sharing(), (128 + 128 + 256, 0.0, 1152e-9)),
     "two replicas": (Sharing(dp=2), (512, (1e-3 + 256e-6) / 2, 1152e-9)),
     "ZeRO-1": (
-        Sharing(dp=2, zero1=True),
+        Sharing(dp=2, zero=1),
         (128 + 128 + 128, 2 * (1e-3 + 128e-6) / 2, 576e-9),
+    ),
+    "ZeRO-2": (
+        Sharing(dp=2, zero=2),
+        (128 + 64 + 128, 2 * (1e-3 + 128e-6) / 2, 576e-9 + 128e-9),
     ),
     "summed over shards": (
         Sharing(tp=2, storage={"fc1.weight": broadcast_layout()}),
@@ -316,7 +320,7 @@ def test_what_a_weight_costs_the_ranks_that_share_it(case: str):
     holding = price(MLP, graph_stats(MLP), MACHINE, 2, sharing).weights[0]
     assert holding.num_bytes == num_bytes
     assert holding.reduce_seconds + holding.gather_seconds == pytest.approx(reduce_seconds)
-    assert (holding.gather_seconds > 0) == sharing.zero1 and holding.num_buckets == (sharing.dp > 1) / 2
+    assert (holding.gather_seconds > 0) == (sharing.zero > 0) and holding.num_buckets == (sharing.dp > 1) / 2
     assert holding.optimizer_seconds == pytest.approx(optimizer_seconds)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
-from autopar.ir.grad_buckets import MAX_PADDING_SHARE, PARAM_ALIGNMENT, group_weights, padded_numel
+from autopar.ir.grad_buckets import MAX_PADDING_SHARE, PARAM_ALIGNMENT, group_weights, padded_numel, slot_bytes
 from autopar.ir.graph import Weight
 from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, replica_owners, view_like
 
@@ -35,8 +35,8 @@ def all_weights(weights: list[Weight]) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(models(), st.integers(1, 4), st.booleans(), st.integers(1, 20_000))
-def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bool, limit: int) -> None:
-    owners = replica_owners([weights], {}, dp) if zero1 else {}
+def test_every_parameter_has_one_place(weights: list[Weight], dp: int, shared: bool, limit: int) -> None:
+    owners = replica_owners([weights], {}, dp) if shared else {}
     buckets = flat_buckets(weights, owners, dp)
     assert sorted(name for b in buckets for name in b.names) == sorted(w.name for w in weights)
     groups = group_weights(weights, 1, limit)
@@ -54,17 +54,25 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
         ends = [(k, k + padded_numel(about[name].numel)) for name, k in zip(bucket.names, bucket.offsets, strict=True)]
         assert all(k % PARAM_ALIGNMENT == 0 for k, _ in ends)
         assert all(low[1] <= high[0] for low, high in pairwise(sorted(ends)))
-        assert len(bucket.bounds) == (dp if zero1 else 1) + 1
+        assert len(bucket.bounds) == (dp if shared else 1) + 1
         for owner, (low, high) in enumerate(pairwise(bucket.bounds)):
             inside = {name for name, (start, end) in zip(bucket.names, ends) if low <= start and end <= high}
             assert set(bucket.names_of(owner)) == inside
-            if zero1:
+            if shared:
                 assert inside == {name for name in bucket.names if owners[name] == owner}
         flat = torch.full((bucket.numel,), 7.0, dtype=bucket.dtype)
         views = bucket.views(flat, tensors)
         for name, view in views.items():
             view.copy_(tensors[name])
         assert all(torch.equal(view, tensors[name]) for name, view in views.items())
+        for owner, segment in enumerate(bucket.segments(flat)):
+            owned = bucket.owned_views(segment, owner, tensors)
+            assert {*owned} == {*bucket.names_of(owner)}
+            assert all(torch.equal(view, tensors[name]) for name, view in owned.items())
+
+
+def test_buckets_take_turns_in_the_slots() -> None:
+    assert [slot_bytes(sizes) for sizes in ([], [5], [5, 7], [5, 7, 6, 1, 2])] == [0, 5, 12, 13]
 
 
 @settings(max_examples=examples(100), deadline=None)

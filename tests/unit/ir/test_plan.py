@@ -69,7 +69,8 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         ("mesh.tp", 0, r"field mesh\.tp: is 0, must be at least 1"),
         ("mesh.tp", 2, r"field prediction\.peak_bytes: has 2 entries for 4 ranks"),
         ("mesh.dp", 3, r"field prediction\.peak_bytes: has 2 entries for 6 ranks"),
-        ("zero1", True, r"field zero1: needs replicas to share the optimizer's state; mesh\.dp is 1"),
+        ("zero", 3, "Field zero"),
+        ("zero", 1, r"field zero: needs replicas to share the optimizer's state; mesh\.dp is 1"),
         ("strategies", {"0.linear": "n"}, r"field strategies: must be empty while mesh\.tp is 1"),
         ("mesh.pp", 3, "field stages: has 2 entries"),
         ("stages.1.params", -1, r"field stages\.1\.params: is -1"),
@@ -106,7 +107,7 @@ def wide(**changes: Any) -> str:
     stages = tuple(replace(s, ranks=tuple(range(4 * i, 4 * i + 4))) for i, s in enumerate(base.stages))
     made = replace(
         base, mesh=Mesh(2, 2, 2), stages=stages, prediction=replace(base.prediction, peak_bytes=(0,) * 8),
-        shardings={"*.weight": "tp:0"}, strategies={"*.linear": "n"}, zero1=True,
+        shardings={"*.weight": "tp:0"}, strategies={"*.linear": "n"}, zero=1,
         blocks=(BlockSharding("*", 2, {"linear": "rows / 2"}, (Collective("*", "all-reduce", "forward", 4, 1e-6),)),),
     )  # fmt: skip
     return replace(made, **changes).to_json()

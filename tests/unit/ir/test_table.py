@@ -89,7 +89,7 @@ def all_reduce(op: str, direction: Literal["forward", "backward"]) -> Collective
 SHARDED = replace(
     PLAN,
     mesh=Mesh(2, 2, 4),
-    zero1=True,
+    zero=1,
     stages=tuple(
         replace(s, ranks=tuple(range(8 * i, 8 * i + 8)), collective_seconds=1.1185e-3)
         for i, s in enumerate(PLAN.stages)

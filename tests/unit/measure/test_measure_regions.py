@@ -109,7 +109,7 @@ def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients() -> None:
 def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     graph = traced()
     free = replace(CPU, collective=Link(0.0, 1e15))
-    priced = PlanCosts(graph, free).priced(2, 1, False, 4, 1, 0)
+    priced = PlanCosts(graph, free).priced(2, 1, 0, 4, 1, 0)
     assert priced is not None
     split = apply_strategies(graph, priced.strategies, 2, free).graph
     assert any("autopar." in op.target for op in split.ops)

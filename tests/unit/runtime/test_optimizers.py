@@ -25,6 +25,7 @@ from autopar.api.options import Options
 from autopar.ir.graph import Weight
 from autopar.ir.layout import split_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan_parts import ZeroStage
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.optim.build import use_fused_kernels
 from autopar.runtime.optim.probe import mixes_parameters, needs_full_params, param_kind
@@ -104,11 +105,11 @@ def test_what_an_optimizer_needs_to_see(make: Make, coupled: bool, wrong: str) -
     assert repr(optimizer.state_dict()) == before[1]
 
 
-@pytest.mark.parametrize(("pp", "dp", "zero1"), [(2, 1, False), (1, 2, True)])
-def test_an_optimizer_that_mixes_parameters_is_refused_where_they_are_apart(pp: int, dp: int, zero1: bool) -> None:
+@pytest.mark.parametrize(("pp", "dp", "zero"), [(2, 1, 0), (1, 2, 1), (1, 2, 2)])
+def test_an_optimizer_that_mixes_parameters_is_refused_where_they_are_apart(pp: int, dp: int, zero: ZeroStage) -> None:
     model, (x, _) = Tied(), data("tied", 8)
-    plan = plan_by_hand(model, x, 2, even_firsts(model, x, pp), dp=dp, zero1=zero1)
-    mesh = f"pp {pp} × tp 1 × dp {dp}{' with ZeRO-1' if zero1 else ''}"
+    plan = plan_by_hand(model, x, 1, even_firsts(model, x, pp), dp=dp, zero=zero)
+    mesh = f"pp {pp} × tp 1 × dp {dp}{f' with ZeRO-{zero}' if zero else ''}"
     expected = (
         rf"Lamb updates each parameter by the gradients of others too .*, and a rank of the mesh {mesh} has only some "
         r"of them\. .* pass max_grad_norm=None to Lamb and clip_grad_norm=1.0 to parallelize"
@@ -154,8 +155,8 @@ def test_optimizers_that_no_rank_can_use(make: Make, message: str) -> None:
 # -- whole parameters -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_parts_meet_on_one_shard_and_return(zero: ZeroStage) -> None:
     """Rows, columns, and rows of a fused weight; one of them without a gradient; replicas that own different ones."""
     mesh, sizes = Mesh(1, 2, 2), {"rows": (4, 3), "columns": (3, 4), "fused": (12, 2), "idle": (4, 4), "bias": (5,)}
     layouts = {
@@ -164,7 +165,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
         "fused": split_layout(0, 3),
         "idle": split_layout(0),
     }
-    owners = dict.fromkeys(sizes, 0) | {"columns": 1, "bias": 1} if zero1 else {}
+    owners = dict.fromkeys(sizes, 0) | {"columns": 1, "bias": 1} if zero else {}
     make = functools.partial(timm.optim.Lamb, lr=0.1, weight_decay=0.1, max_grad_norm=None)
     start = {name: torch.randn(shape) for name, shape in sizes.items()}
     gradients = {name: torch.randn(shape) for name, shape in sizes.items() if name != "idle"}
@@ -203,7 +204,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
         assert {str(updater.layout(name)) for name in updater.optimized} == {"replicated"}
         assert all(list(p.shape) == list(sizes[n]) for n, p in updater.optimized.items())
     held = [sorted(rank.updater.optimized) for rank in ranks]
-    assert sorted([*held[0], *held[1], *(held[2] + held[3] if zero1 else [])]) == sorted([*sizes, "bias"])
+    assert sorted([*held[0], *held[1], *(held[2] + held[3] if zero else [])]) == sorted([*sizes, "bias"])
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_every_rank_has_all_groups() -> None:
         groups = [{"params": [first], "lr": 0.5}, {"params": list(chosen.values()), "note": "rest"}]
         return torch.optim.Adagrad(groups, lr=0.1)  # which makes its state at once
 
-    plan = plan_by_hand(model, x, 2, even_firsts(model, x, 3), dp=2, zero1=True)
+    plan = plan_by_hand(model, x, 2, even_firsts(model, x, 3), dp=2, zero=1)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=grouped)
     ranks: list[Rank] = pm._ranks.ranks  # type: ignore[union-attr]
     own = [[len(group["params"]) for group in rank.updater.optimizer.param_groups] for rank in ranks]  # type: ignore
@@ -380,11 +381,11 @@ def test_what_lamb_clips_itself_is_clipped_over_all_ranks() -> None:
         assert Options(clip_grad_value=0.1).norm_limit(plain) is None
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_clipping_by_value(zero1: bool) -> None:
+@pytest.mark.parametrize("zero", [0, 1])
+def test_clipping_by_value(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model, (x, y) = Tied(), data("tied", 6)
-    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"], dp=2, zero1=zero1)
+    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"], dp=2, zero=zero)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW, clip_grad_value=0.01)
     reference = Reference(model, F.cross_entropy, ADAMW)
     for _ in range(3):
@@ -401,12 +402,13 @@ def test_clipping_by_value(zero1: bool) -> None:
 
 
 @pytest.mark.parametrize("schedule_name", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("pp", "dp", "zero1"), [(2, 1, False), (1, 2, True), (2, 2, True)])
-def test_pieces_equal_the_whole_batch(pp: int, dp: int, zero1: bool, schedule_name: str) -> None:
+@pytest.mark.parametrize(("pp", "dp", "zero"), [(2, 1, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)])
+def test_pieces_equal_the_whole_batch(pp: int, dp: int, zero: ZeroStage, schedule_name: str) -> None:
     torch.manual_seed(0)
     model = Tied()
     x, y = data("tied", 20)
-    plan = plan_by_hand(model, x[:8], 3, even_firsts(model, x[:8], pp), schedule_name, dp=dp, zero1=zero1)
+    microbatches, firsts = 1 if zero == 2 else 3, even_firsts(model, x[:8], pp)
+    plan = plan_by_hand(model, x[:8], microbatches, firsts, schedule_name, dp=dp, zero=zero)
     pm = in_threads(model, plan, x[:8], F.cross_entropy, optimizer=ADAMW)
     reference = Reference(model, F.cross_entropy, ADAMW)
     for _ in range(2):

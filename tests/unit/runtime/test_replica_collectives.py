@@ -15,12 +15,13 @@ from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
 from support.symmetric_buffers import ThreadBuffers, on_all
 
+from autopar.ir.plan_parts import ZeroStage
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params import flat_buckets as buckets
-from autopar.runtime.params import zero1_gather as replica_weights
+from autopar.runtime.params import zero_gather as replica_weights
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
@@ -66,11 +67,22 @@ def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
         collectives(member).all_gather(flat, bucket(bounds))()
         return flat
 
-    rounds = zip(own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), strict=True)
-    for given, everywhere, parts, wholes in rounds:
+    def added(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        """Sums written elsewhere, and then added there again."""
+        part = bucket(bounds)
+        total = torch.full_like(part.segments(given)[member.rank], float("nan"))
+        for adds in (False, True):
+            collectives(member).reduce_scatter(given.clone(), part, total, adds)()
+        return total
+
+    rounds = zip(
+        own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), on_all(own, added), strict=True
+    )
+    for given, everywhere, parts, wholes, totals in rounds:
         for rank, (low, high) in enumerate(pairwise(bounds)):
             torch.testing.assert_close(everywhere[rank], given.sum(0))
             torch.testing.assert_close(parts[rank][low:high], given.sum(0)[low:high])
+            torch.testing.assert_close(totals[rank], 2 * given.sum(0)[low:high])
             assert all(torch.equal(whole[low:high], given[rank, low:high]) for whole in wholes)
 
 
@@ -90,12 +102,12 @@ def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return asked
 
 
-def trained(dp: int, zero1: bool, precision: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(dp: int, zero: ZeroStage, precision: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of some steps, and of accumulated ones."""
     torch.manual_seed(0)
     model = tiny_vit(2)
     x, y = torch.randn(4 * dp, 3, 32, 32), torch.randint(0, 10, (4 * dp,))
-    plan = plan_by_hand(model, x, 2, [], dp=dp, zero1=zero1, precision=precision)
+    plan = plan_by_hand(model, x, 1 if zero == 2 else 2, [], dp=dp, zero=zero, precision=precision)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
     losses = [pm.train_step(x, y).loss for _ in range(3)]
     losses.append(pm.forward_backward(x, y).loss)
@@ -105,13 +117,13 @@ def trained(dp: int, zero1: bool, precision: Any) -> tuple[list[float], dict[str
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("dp", [2, 3])
-def test_training_through_buffers(dp: int, zero1: bool, precision: str, request: pytest.FixtureRequest) -> None:
-    losses, weights = trained(dp, zero1, precision)
+def test_training_through_buffers(dp: int, zero: ZeroStage, precision: str, request: pytest.FixtureRequest) -> None:
+    losses, weights = trained(dp, zero, precision)
     asked = request.getfixturevalue("shared_buffers")
     request.getfixturevalue("unequal")
-    again, others = trained(dp, zero1, precision)
+    again, others = trained(dp, zero, precision)
     assert asked == [tuple(range(dp))] * dp
     # A sum in another order moves a weight by 1e-7, and what it rounds to in bf16 by 1e-3 of it.
     tolerance = 1e-5 if precision == "fp32" else 2e-3

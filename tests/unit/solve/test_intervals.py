@@ -15,7 +15,7 @@ from autopar.ir.hardware import Link
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.generate import in_flight_profiles
 from autopar.solve.cuts.evaluate import assignment_costs, interval_costs, is_contiguous
-from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.cuts.problem import Axis, CutProblem
 
 MIB = 2**20
 
@@ -26,37 +26,33 @@ def chunked_problems(draw: st.DrawFn) -> tuple[CutProblem, tuple[int, ...]]:
     cost, number = draw(cost_graphs(8)), st.integers(0, 30)
 
     def weight(w: ResidentTensor) -> ResidentTensor:
-        gradient = draw(number) * MIB
+        gradient, seconds = draw(number) * MIB, [draw(number) * 1e-3 for _ in range(3)]
         return replace(
-            w, num_bytes=w.num_bytes + gradient, gradient_bytes=gradient, wgrad_bytes=draw(st.sampled_from([0, gradient])),
-            copy_bytes=draw(st.integers(0, 1)), flattened_grad_bytes=draw(number), reduce_seconds=draw(number) * 1e-3,
-            gather_seconds=draw(number) * 1e-3, contention_seconds=draw(number) * 1e-3, num_buckets=draw(number) / 8,
+            w, num_bytes=w.num_bytes + gradient, gradient_bytes=gradient, wgrad_bytes=draw(st.booleans()) * gradient,
+            copy_bytes=draw(st.integers(0, 1)), flattened_grad_bytes=draw(number), reduce_seconds=seconds[0],
+            gather_seconds=seconds[1], contention_seconds=seconds[2], num_buckets=draw(number) / 8,
         )  # fmt: skip
 
     def group(g: Group) -> Group:
+        collective = draw(number) * 1e-3
         return replace(
-            g,
-            symmetric_buffer_bytes=draw(number),
-            forward_collective_seconds=draw(number) * 1e-3,
-            kept_bytes=draw(number),
+            g, symmetric_buffer_bytes=draw(number), forward_collective_seconds=collective, kept_bytes=draw(number)
         )
 
     cost = replace(cost, weights=tuple(map(weight, cost.weights)), groups=tuple(map(group, cost.groups)))
     chunks = draw(st.integers(1, max(1, cost.loss // 2)))
     pp = draw(st.integers(1 + (chunks > 1), max(1 + (chunks > 1), cost.loss // chunks)))
     stages, microbatches = pp * chunks, draw(st.integers(1, 4))
-    ends = (
-        sorted(draw(st.sets(st.integers(1, cost.loss - 1), min_size=stages - 1, max_size=stages - 1)))
-        if stages > 1
-        else []
-    )
+    cuts = st.sets(st.integers(1, cost.loss - 1), min_size=stages - 1, max_size=stages - 1)
+    ends = sorted(draw(cuts)) if stages > 1 else []
     profiles = tuple(in_flight_profiles(INTERLEAVED[0], p, pp, microbatches, chunks) for p in range(pp))
+    peers: frozenset[Axis] = frozenset({"pp", "tp", "dp"}) if draw(st.booleans()) else frozenset()
     problem = CutProblem(
         cost, stages, microbatches, None, tuple(draw(st.integers(1, 3)) for _ in range(stages)),
         tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)), tp=2, dp=draw(st.integers(1, 2)),
-        chunks=chunks, in_flight_profiles=profiles if chunks > 1 else (),
-        balance=draw(st.sampled_from(["time", "params", "uniform"])), peers=draw(st.sampled_from([frozenset(), frozenset({"pp", "tp", "dp"})])),
-        input_bytes=draw(number), reserve_bytes=draw(number),
+        chunks=chunks, in_flight_profiles=profiles if chunks > 1 else (), peers=peers,
+        balance=draw(st.sampled_from(["time", "params", "uniform"])), input_bytes=draw(number),
+        reserve_bytes=draw(number),
     )  # fmt: skip
     return problem, tuple(sum(g >= end for end in ends) for g in range(len(cost.groups)))
 

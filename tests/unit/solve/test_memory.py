@@ -20,7 +20,7 @@ from autopar.api.program_cache import ProgramCache
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.comm_sizes import message_bytes, replica_buffer_bytes
 from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor, TensorEdge
-from autopar.ir.grad_buckets import largest_bucket_bytes
+from autopar.ir.grad_buckets import bucket_sizes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.runtime.comm.symmetric_p2p import count_until_freed, reserved_bytes
@@ -190,21 +190,21 @@ def test_buffers_of_replicas_take_their_largest_bucket(name: str, num_owners: in
     owners = replica_owners([weights], {}, num_owners) if num_owners > 1 else {}
     made = flat_buckets(weights, owners, num_owners)
     sizes = [b.longest_segment * b.num_segments * b.dtype.itemsize for b in made]
-    assert largest_bucket_bytes(weights, num_owners) == max(sizes)
+    assert bucket_sizes(weights, num_owners) == sizes
 
 
 def test_replicas_buffers_and_inputs_are_planned_for() -> None:
     model, x = tiny_vit(2), torch.randn(8, 3, 32, 32)
-    plan = on_gpus(model, x, dp=2, zero1=False, microbatches=1)
+    plan = on_gpus(model, x, dp=2, zero=0, microbatches=1)
     weights = [
         w for w in lower_model(model, as_call(model, x).first(4), "train", "", "bf16").weights if w.requires_grad
     ]
-    assert buffers(plan, 0, x.nbytes // 2) == replica_buffer_bytes(largest_bucket_bytes(weights, 1), 2)
+    assert buffers(plan, 0, x.nbytes // 2) == replica_buffer_bytes(max(bucket_sizes(weights, 1)), 2)
     captured = autopar.plan(
-        model, 2, x, hardware="h200-nvlink", precision="bf16", dp=2, zero1=False, microbatches=1, transport="nccl"
+        model, 2, x, hardware="h200-nvlink", precision="bf16", dp=2, zero=0, microbatches=1, transport="nccl"
     )
     assert buffers(captured, 0, 0) == x.nbytes  # each replica's half as it was given, and where the step reads it
-    on_cpu = autopar.plan(model, 2, x, hardware="cpu-generic", dp=2, zero1=False, microbatches=1)
+    on_cpu = autopar.plan(model, 2, x, hardware="cpu-generic", dp=2, zero=0, microbatches=1)
     assert buffers(on_cpu, 0, 0) == 0
 
 

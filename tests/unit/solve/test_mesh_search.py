@@ -42,15 +42,15 @@ def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() ->
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (40e-3, 0.4), (10e-3, 0.02)])
 def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> None:
-    """The search finds what trying every mesh, number of microbatches and ZeRO-1 one by one finds."""
+    """The search finds what trying every mesh, number of microbatches and ZeRO stage one by one finds."""
     every = [
         meshed(
-            Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp, zero1=zero1, microbatches=microbatches),
+            Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp, zero=zero, microbatches=microbatches),
             reduce=reduce,
             overhead=overhead,
         )
         for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
-        for zero1 in ((False, True) if pp * tp < 4 else (False,))
+        for zero in ((0, 1) if pp * tp < 4 else (0,))
         for microbatches in (1, 2, 4, 8)
         if microbatches <= 8 // (4 // pp // tp)
     ]
@@ -85,7 +85,7 @@ def test_an_exchange_hides_under_the_last_backward_and_the_next_forward_but_for_
 
 
 def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer() -> None:
-    plan = meshed(Constraints(devices=2, batch=16, dp=2, zero1=False, microbatches=8), reduce=40e-3)
+    plan = meshed(Constraints(devices=2, batch=16, dp=2, zero=0, microbatches=8), reduce=40e-3)
     assert plan.prediction.reduce_seconds == pytest.approx(40e-3)
     assert plan.prediction.optimizer_seconds == pytest.approx(8e-3)
     assert plan.prediction.step_seconds == pytest.approx(8 * 24e-3 + 48e-3)
@@ -93,13 +93,41 @@ def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer(
 
 def test_zero1_is_taken_where_it_saves_time_and_where_memory_asks_for_it() -> None:
     asked = Constraints(devices=2, batch=16, dp=2)
-    assert meshed(asked).zero1 and not meshed(replace(asked, zero1=False)).zero1
-    assert meshed(replace(asked, zero1=True)).decision.count("ZeRO-1") == 1
+    assert meshed(asked).zero and not meshed(replace(asked, zero=0)).zero
+    assert meshed(replace(asked, zero=1)).decision.count("ZeRO-1") == 1
     with pytest.raises(InfeasibleError):
-        meshed(replace(asked, zero1=False, memory=30 * GIB), memory={"weight": 6.0})
+        meshed(replace(asked, zero=0, memory=30 * GIB), memory={"weight": 6.0})
     plan = meshed(replace(asked, memory=30 * GIB), memory={"weight": 6.0})
-    assert plan.zero1 and set(plan.prediction.peak_bytes) == {24 * GIB}
+    assert plan.zero and set(plan.prediction.peak_bytes) == {24 * GIB}
     assert ("1 microbatch, no ZeRO-1", None, "does not fit: over 48.0 GiB") in listed(plan)
+
+
+def test_zero2_is_taken_with_one_microbatch_where_zero1_does_not_fit() -> None:
+    asked = Constraints(devices=2, batch=16, dp=2)
+    weights = {"weight": 6.0}
+    plan = meshed(replace(asked, memory=30 * GIB), memory=weights)
+    assert plan.zero == 1 and not any("ZeRO-2" in label for label, *_ in listed(plan))
+    plan = meshed(replace(asked, memory=15 * GIB), memory=weights)
+    assert (plan.zero, plan.microbatches, set(plan.prediction.peak_bytes)) == (2, 1, {12 * GIB})
+    assert "ZeRO-2" in plan.decision and "ZeRO-2" in str(plan)
+    for row in ("2 microbatches, ZeRO-1", "1 microbatch, ZeRO-1"):
+        assert (row, None, "does not fit: over 24.0 GiB") in listed(plan)
+    for refused in ({"zero": 1}, {"microbatches": 2}):
+        with pytest.raises(InfeasibleError):
+            meshed(replace(asked, memory=15 * GIB, **refused), memory=weights)
+    with pytest.raises(InfeasibleError, match=r"needs 12\.0 GiB"):  # of all points it needs least
+        meshed(replace(asked, memory=10 * GIB), memory=weights)
+    asked_for = meshed(replace(asked, zero=2))
+    assert (asked_for.zero, asked_for.microbatches) == (2, 1)
+
+
+def test_zero2_leaves_room_for_larger_microbatches() -> None:
+    """Where ZeRO-1 needs small microbatches, which are slower, and ZeRO-2 does not."""
+    asked = Constraints(devices=2, batch=16, dp=2, memory=30 * GIB, recompute="none")
+    memory = {"weight": 6.0, "saved": 0.2}
+    plan = meshed(asked, memory=memory)
+    assert (plan.zero, plan.microbatches) == (1, 4)  # as fast as one microbatch, by these costs
+    assert meshed(replace(asked, microbatches=1), memory=memory).zero == 2
 
 
 def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
@@ -108,7 +136,7 @@ def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
     assert max(plan.prediction.peak_bytes) <= 10 * GIB
     assert "collectives 17 % of the step" in plan.bound_by
     with pytest.raises(InfeasibleError) as caught:
-        meshed(replace(asked, tp=None), memory={"weight": 16.0, "saved": 0.2}, levels=1)
+        meshed(replace(asked, tp=None, zero=0), memory={"weight": 16.0, "saved": 0.2}, levels=1)
     assert str(caught.value) == (
         "No plan fits: stage 0 needs 32.4 GiB, ranks 0–3 have 9.70 GiB (97 % of 10.0 GiB). Largest: weights with "
         "gradients and optimizer state (32.0 GiB). The smallest memory that holds one stage is 33.4 GiB per device. "
@@ -145,8 +173,8 @@ def test_devices_that_no_mesh_can_use() -> None:
     [
         ({"dp": 2, "schedule": "interleaved", "chunks": 3},
          "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1) or chunks=3 (for pp 1 × tp 1 × dp 2)."),
-        ({"pp": 2, "zero1": True},
-         "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero1 (for pp 2 × tp 1 × dp 1)."),
+        ({"pp": 2, "zero": 1},
+         "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero=1 (for pp 2 × tp 1 × dp 1)."),
         ({"dp": 2, "pins": {"blocks.0": 0, "blocks.1": 1}, "chunks": 2, "schedule": "interleaved"},
          "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1)."),
     ],
@@ -192,7 +220,7 @@ def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_eith
 
 def test_replicas_win_where_reduction_is_free() -> None:
     plan = meshed(Constraints(devices=4, batch=32))
-    assert (str(plan.mesh), plan.microbatches, plan.zero1) == ("pp 1 × tp 1 × dp 4", 1, True)
+    assert (str(plan.mesh), plan.microbatches, plan.zero) == ("pp 1 × tp 1 × dp 4", 1, 1)
     assert plan.stages[0].ranks == (0, 1, 2, 3) and len(plan.prediction.peak_bytes) == 4
     assert plan.blocks == () and plan.strategies == {} and plan.shardings == {}
     assert Plan.from_json(plan.to_json()) == plan

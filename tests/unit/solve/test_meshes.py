@@ -48,7 +48,7 @@ def test_what_is_left_out_has_a_reason() -> None:
     assert meshes(devices=2, batch=6, microbatches=6)[1] == {
         "pp 1 × tp 1 × dp 2": "a replica has 3 samples for 6 microbatches"
     }
-    assert meshes(devices=2, zero1=True)[0] == ["pp 1 × tp 1 × dp 2"]
+    assert meshes(devices=2, zero=1)[0] == ["pp 1 × tp 1 × dp 2"]
 
 
 def test_a_group_across_nodes_must_be_asked_for() -> None:

@@ -26,8 +26,8 @@ from autopar.ir.plan import Plan
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.space.constraints import memory_for
 from autopar.solve.cuts.solve import solve_cuts
+from autopar.solve.space.constraints import memory_for
 
 # -- the integer program -------------------------------------------------------------------------------------------
 

@@ -140,8 +140,8 @@ def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
         ({"devices": 0}, "devices=0 must be a whole number of at least 1."),
         ({"microbatches": 9}, "microbatches=9 of a batch of 8. Use microbatches=8 or less."),
         ({"microbatches": 4, "microbatch_size": 1}, "Pass microbatches or microbatch_size, not both."),
-        ({"dp": 1, "zero1": True},
-         "zero1=True with dp=1: there are no replicas to share the optimizer's state. Use dp=2 or more, or leave zero1 "
+        ({"dp": 1, "zero": 1},
+         "zero=1 with dp=1: there are no replicas to share the optimizer's state. Use dp=2 or more, or leave zero "
          "out."),
         ({"schedule": "forward-only"},
          "schedule='forward-only' is unknown. It is one of 1f1b, gpipe, interleaved, interleaved-overlap, auto."),

@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"devices": 2, "pp": 2, "batch_size": 15, "microbatches": 5, "schedule": "interleaved", "chunks": 3},
     "interleaved-overlap": {"devices": 2, "pp": 2, "microbatches": 8, "schedule": "interleaved-overlap", "chunks": 2},
     "interleaved, one chunk": {"devices": 2, "pp": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 1},
-    "replicas": {"devices": 4, "pp": 2, "dp": 2, "microbatches": 4, "zero1": True},
+    "replicas": {"devices": 4, "pp": 2, "dp": 2, "microbatches": 4, "zero": 1},
     "shards": {"devices": 4, "pp": 2, "tp": 2, "microbatches": 4},
     "all axes": {"devices": 8, "pp": 2, "tp": 2, "dp": 2, "microbatches": 3, "batch_size": 22},
     "recomputing": {"devices": 2, "pp": 2, "microbatches": 4, "recompute": "all"},

@@ -25,7 +25,7 @@ from autopar.tools.cli.why_not_args import parse_constraints
     [
         (VIT, "tp=2", {"tp": 2}),
         (VIT, "pp=2,microbatches=4,recompute=all", {"pp": 2, "microbatches": 4, "recompute": "all"}),
-        (VIT, "dp=2,zero1=false", {"dp": 2, "zero1": False}),
+        (VIT, "dp=2,zero=0", {"dp": 2, "zero": 0}),
         (VIT, "precision=bf16", {"precision": "bf16"}),
         (RESNET, "pp=2,schedule=gpipe", {"pp": 2, "schedule": "gpipe"}),
         (RESNET, "chunks=2", {"chunks": 2, "schedule": "auto"}),
@@ -64,13 +64,13 @@ def test_why_not_plans_for_the_optimizer_that_is_named(folder: Path) -> None:
 
 def test_why_not_plans_for_averages_of_weights(folder: Path) -> None:
     arguments = [f"{name}={value}" for name, value in VIT.kwargs.items()]
-    flags = "--batch", "16", "--devices", "2", "--dp", "2", "--no-zero1", "--hardware", "h200-nvlink", "--model-kwargs"
+    flags = "--batch", "16", "--devices", "2", "--dp", "2", "--zero", "0", "--hardware", "h200-nvlink", "--model-kwargs"
     code, _, error = invoke("plan", VIT.name, "--model-ema", "-o", "averaged.json", *flags, *arguments)
     assert code == 0, error
-    averaged, plain = Plan.load("averaged.json"), planned(VIT.name, 2, ("dp", 2), ("zero1", False))
+    averaged, plain = Plan.load("averaged.json"), planned(VIT.name, 2, ("dp", 2), ("zero", 0))
     grown = max(averaged.prediction.peak_bytes) - max(plain.prediction.peak_bytes)
     assert grown == 4 * averaged.model.num_params
-    (answer,) = reported("averaged.json", "--why-not", "dp=2,zero1=false", "--model-ema")["why_not"]
+    (answer,) = reported("averaged.json", "--why-not", "dp=2,zero=0", "--model-ema")["why_not"]
     assert "that is the plan in the file" in answer["text"]
     assert answer["plan"]["prediction"]["peak_bytes"] == list(averaged.prediction.peak_bytes)
     code, _, error = invoke("explain", "averaged.json", "--model-ema")
@@ -107,10 +107,10 @@ def test_the_reason_of_a_model_that_cannot_be_split(folder: Path) -> None:
 
 
 def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
-    question = {"recompute": "none", "microbatches": 1, "dp": 2, "zero1": False}
+    question = {"recompute": "none", "microbatches": 1, "dp": 2, "zero": 0}
     limit = memory_for(max(planned(VIT.name, 2, *question.items()).prediction.peak_bytes)) - 1
     plan = planned(VIT.name, 2, ("memory", limit))
-    asked = "recompute=none,microbatches=1,dp=2,zero1=false"
+    asked = "recompute=none,microbatches=1,dp=2,zero=0"
     (answer,) = reported(saved(plan), "--why-not", asked)["why_not"]
     assert "No plan fits" in answer["text"] and f"(97 % of {text(limit, BYTES)})" in answer["text"], answer["text"]
 
@@ -123,12 +123,13 @@ def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
         (["--why-not", "tp"], "Cannot read --why-not 'tp'. Write NAME=VALUE"),
         (["--why-not", "tp="], "Cannot read --why-not 'tp='"),
         (["--why-not", "tp=two"], "--why-not tp=two: tp='two' is not a whole number"),
-        (["--why-not", "zero1=perhaps"], "zero1='perhaps' is not true or false"),
+        (["--why-not", "zero=perhaps"], "zero='perhaps' is not a whole number"),
+        (["--why-not", "zero1=true"], "unknown constraint 'zero1'. Did you mean zero?"),
         (["--why-not", "tp=0"], "tp=0 must be a whole number of at least 1"),
         (["--why-not", "tp=2,tp=4"], "--why-not tp=2,tp=4 gives tp two values, 2 and 4"),
         (["--why-not", "chunks=2,schedule=gpipe"], "chunks=2 with schedule='gpipe', under which each rank has one"),
         (["--why-not", "chunks=2,pp=1"], "chunks=2 with pp=1, which is no pipeline"),
-        (["--why-not", "zero1=true,dp=1"], "zero1=True with dp=1"),
+        (["--why-not", "zero=1,dp=1"], "zero=1 with dp=1"),
         (["--why-not", "microbatches=2,microbatch_size=2"], "Pass microbatches or microbatch_size, not both"),
         (["--why-not", "precision=bf17"], "precision='bf17' is unknown"),
         (["--why-not", "schedule=best"], "schedule='best' is unknown"),
@@ -174,8 +175,8 @@ def test_a_users_own_model_is_planned_again(folder: Path) -> None:
 
 
 def test_values_are_read_as_flags_are() -> None:
-    assert parse_constraints("pp=2, tp=4,zero1=no,memory=40GiB,recompute=none,microbatch-size=3") == {
-        "pp": 2, "tp": 4, "zero1": False, "memory": "40GiB", "recompute": "none", "microbatch_size": 3,
+    assert parse_constraints("pp=2, tp=4,zero=0,memory=40GiB,recompute=none,microbatch-size=3") == {
+        "pp": 2, "tp": 4, "zero": 0, "memory": "40GiB", "recompute": "none", "microbatch_size": 3,
     }  # fmt: skip
     with pytest.raises(UsageError, match="is not a whole number"):
         parse_constraints("pp=2.5")

@@ -277,7 +277,7 @@ def test_a_pipeline_equals_one_device(
     make, inputs, classes = CASES[name]
     model, x, y = make(), inputs(), torch.randint(0, classes, (8,))
     firsts = [first.format(precision) for first in firsts]
-    split = plan_by_hand(model, x, 2, firsts, dp=mesh[1], zero1=mesh[1] > 1, precision=precision)
+    split = plan_by_hand(model, x, 2, firsts, dp=mesh[1], zero=1 if mesh[1] > 1 else 0, precision=precision)
     whole = plan_by_hand(model, x, 2, [], dp=mesh[1], precision=precision)
     models = [in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW) for plan in (split, whole)]
     for _ in range(2):
@@ -410,9 +410,7 @@ def test_prices_of_mixed_precision() -> None:
     assert full.num_bytes == 192 * 768 * (4 + 4 + 8)  # value, gradient, two moments
     assert mixed.num_bytes == full.num_bytes + 192 * 768 * 2
     assert mixed.reduce_seconds == full.reduce_seconds  # the master's gradient travels
-    shared = [
-        weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero1=True), hardware) for g in graphs
-    ]
+    shared = [weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero=1), hardware) for g in graphs]
     numel = 192 * 768
     scatter, gather = (bucket_share_seconds(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
     assert [h.reduce_seconds for h in shared] == pytest.approx([scatter, scatter])

@@ -1,4 +1,4 @@
-"""ZeRO-1 all-gather: each replica updates the weights that it owns, and all replicas gather them for the next forward.
+"""ZeRO all-gather: each replica updates the weights that it owns, and all replicas gather them for the next forward.
 
 Compute parameters are gathered during the next forward, a few buckets ahead. Float32 masters that another replica owns
 are freed, and gathered only on demand.
