@@ -13,7 +13,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, SolverInfo, ZeroStage
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
-from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
+from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
+from autopar.solve.cuts.infeasible import memory_message
 from autopar.solve.cuts.local_search import simulated_faster
 from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.problem import Costs, CutProblem, Cuts, Priced, update_seconds
@@ -134,6 +135,7 @@ def search(
     decision, solver = simulate_and_improve(setting, decision, solver, *known)
     if found is not None:
         decision, solver = take_joint_solution(setting, decision, solver, found)
+    check_memory(decision)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     free_seconds = seconds_without_limit(setting, decision)
     return make_plan(
@@ -378,6 +380,18 @@ def certify(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
     gap = (cuts.objective_seconds - bound) / cuts.objective_seconds if cuts.objective_seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE
     return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
+
+
+def check_memory(decision: Decision) -> None:
+    """Refuse a decision of which a rank needs more memory than it may use.
+
+    Raises:
+        InfeasibleError: names the fullest rank and its largest parts.
+    """
+    problem = decision.problem
+    capacity = problem.capacity_bytes
+    if capacity is not None and peak_bytes(problem, decision.stage_of) > capacity:
+        raise InfeasibleError(memory_message(problem, decision.stage_of))
 
 
 def simulate_and_improve(

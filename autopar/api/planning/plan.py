@@ -174,7 +174,8 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
         graph = with_averages(graph, request.ema)
     if options.memory is not None:
         hardware = replace(hardware, memory_bytes=options.memory)
-    least_samples = MIN_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
+    has_batch_norm = any(op.mutates and "batch_norm" in op.target for op in graph.ops)
+    least_samples = MIN_BATCH_NORM_SAMPLES if has_batch_norm else 1
     constraints = replace(request.constraints(), least_samples=least_samples)
     hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
     costs = PlanCosts(graph, hardware)

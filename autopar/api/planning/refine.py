@@ -79,9 +79,9 @@ def solve_placement(problem: JointProblem, current: Assignment) -> Joint | None:
     step = joint_seconds(problem, stage_loads(problem, Assignment(shardings.strategy_index, current.stage_of)))
     gap = (step - bound) / step if step else 0.0
     method = "shardings" if problem.stages == 1 else "shardings then cuts"
-    return Joint(
-        shardings.strategy_index, current.stage_of, step, bound, replace(shardings.solver, gap=gap, method=method)
-    )
+    status = shardings.solver.status if gap <= problem.gap else f"{shardings.solver.status} for the shardings"
+    solver = replace(shardings.solver, gap=gap, method=method, status=status)
+    return Joint(shardings.strategy_index, current.stage_of, step, bound, solver)
 
 
 def joint_problem(costs: PlanCosts, decision: Decision) -> JointProblem:
