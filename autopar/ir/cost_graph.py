@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+from autopar.ir.activation import NO_SEGMENT, Activation
 
 # Gradients are reduced in buckets of this size, each as soon as its backward has run. The size is the default of
 # PyTorch's DistributedDataParallel: large enough for full bandwidth, small enough to start early.
@@ -22,9 +24,10 @@ class Group:
         forward_seconds, backward_seconds: tensor-parallel collectives included.
         saved_bytes: activations kept from forward to backward, without storages that other groups save too.
         transient_bytes: memory that the group's largest operation needs on top of the activations saved so far.
-        kept_bytes: the group's ``saved_bytes`` on a stage that recomputes.
+        kept_bytes: the group's ``saved_bytes`` if its segment recomputes.
         segment_bytes: activations that recomputation restores before the group's backward: those of its segment up to
             this group.
+        segments: numbers of the checkpoint segments that its operations belong to, the anchor's first.
         forward_collective_seconds, backward_collective_seconds: time of tensor-parallel collectives.
         symmetric_buffer_bytes: symmetric memory that the group's largest collective needs, 0 where it uses none.
         workspace_bytes: memory that kernels may take while none of the group's other memory is freed yet.
@@ -44,6 +47,7 @@ class Group:
     backward_collective_seconds: float = 0.0
     symmetric_buffer_bytes: int = 0
     workspace_bytes: int = 0
+    segments: tuple[int, ...] = (0,)
 
     @property
     def seconds(self) -> float:
@@ -51,8 +55,13 @@ class Group:
         return self.forward_seconds + self.backward_seconds
 
     @property
+    def segment(self) -> int:
+        """Number of the anchor's segment."""
+        return self.segments[0] if self.segments else NO_SEGMENT
+
+    @property
     def recomputed(self) -> Group:
-        """The group on a stage that recomputes: its backward runs its forward again."""
+        """The group if its segment recomputes: its backward runs its forward again."""
         return replace(
             self,
             backward_seconds=self.backward_seconds + self.forward_seconds,
@@ -69,6 +78,8 @@ class TensorEdge:
     Args:
         num_bytes: size for one microbatch, byte.
         saved_by: groups that keep the tensor's memory for their backward: the producer or groups after it.
+        activation: keepers, of which ``saved_by`` are those without recomputation. If it is None, ``saved_by`` keep the
+            tensor while their segment does not recompute.
     """
 
     value: str
@@ -77,14 +88,15 @@ class TensorEdge:
     num_bytes: int
     requires_grad: bool
     saved_by: tuple[int, ...] = ()
+    activation: Activation | None = None
 
 
 @dataclass(frozen=True)
 class ResidentTensor:
-    """A tensor on every stage with one of ``groups``: a weight, or an activation that several groups save.
+    """A tensor on every stage with one of ``groups``: a weight, or an activation that groups save.
 
     A weight counts one rank's part of its value, gradient and optimizer state, for the whole step. A saved activation
-    is one storage that several groups keep for their backward; it counts once per microbatch.
+    is memory that groups keep for their backward; it counts once per microbatch.
 
     Args:
         optimizer_seconds: the update, and other work that nothing hides, such as summing a gradient over shards.
@@ -98,6 +110,8 @@ class ResidentTensor:
             accumulates into the main gradient.
         copy_bytes: the low-precision copy that programs read, 0 where they read the stored weight.
         flattened_grad_bytes: gradient that is flattened for the sum over shards.
+        activation: keepers, of which ``groups`` are those without recomputation. If it is None, ``groups`` keep the
+            tensor while their segment does not recompute.
     """
 
     name: str
@@ -113,6 +127,7 @@ class ResidentTensor:
     wgrad_bytes: int = 0
     copy_bytes: int = 0
     flattened_grad_bytes: int = 0
+    activation: Activation | None = None
 
     @property
     def has_fused_wgrad(self) -> bool:
@@ -125,8 +140,9 @@ class CostGraph:
     """A directed acyclic graph of groups, numbered so that every edge leads from a lower to a higher number.
 
     The last group is the loss: it has no operations, reads the model's outputs and belongs to the last stage.
-    ``colocated`` lists groups that update the same state and must share a stage. ``derived`` keeps what a solver has
-    computed from this graph alone, by a key.
+    ``colocated`` lists groups that update the same state and must share a stage. ``saved`` are the activations that
+    the groups' ``saved_bytes`` leave out: those of several groups, and those of operations in another segment than
+    their group's anchor. ``derived`` keeps what a solver has computed from this graph alone, by a key.
     """
 
     model: str
@@ -144,7 +160,9 @@ class CostGraph:
             forwards = all(edge.producer < c < n for c in edge.consumers)
             assert edge.consumers and forwards, f"edge {edge.value} runs backwards"
         for tensor in (*self.weights, *self.saved):
-            assert tensor.groups and all(0 <= g < n for g in tensor.groups), f"no group uses {tensor.name}"
+            assert all(0 <= g < n for g in tensor.groups), f"{tensor.name} names groups that do not exist"
+        for weight in self.weights:
+            assert weight.groups, f"no group uses {weight.name}"
 
     @property
     def loss(self) -> int:
@@ -153,9 +171,67 @@ class CostGraph:
 
     @cached_property
     def recomputed(self) -> CostGraph:
-        """The graph if every stage recomputes."""
-        edges = tuple(replace(edge, saved_by=()) for edge in self.edges)
-        return replace(self, groups=tuple(group.recomputed for group in self.groups), edges=edges, saved=())
+        """The graph if all segments recompute."""
+        return self.recomputed_up_to(1 + max((own for group in self.groups for own in group.segments), default=0))
+
+    def recomputed_up_to(self, segment: int) -> CostGraph:
+        """The graph if the segments below a number recompute.
+
+        Error: ``transient_bytes`` are high on a stage that begins inside a segment, whose earlier part it does not
+            restore; `recomputed_on` leaves that part out.
+        """
+        return self._recomputed([segment] * len(self.groups), [0] * len(self.groups))
+
+    def recomputed_on(self, stage_of: Sequence[int], levels: Sequence[int]) -> CostGraph:
+        """The graph if each stage recomputes its first segments.
+
+        Args:
+            stage_of: stage of each group.
+            levels: number of segments that each stage recomputes, of those that `segments_on` lists.
+        """
+        again = [self.segments_on(stage_of, stage)[:level] for stage, level in enumerate(levels)]
+        bounds = [again[stage][-1] + 1 if again[stage] else 0 for stage in stage_of]
+        done: dict[int, int] = {}  # segment_bytes up to the last group so far, by segment
+        before: dict[tuple[int, int], int] = {}  # those of earlier stages, by segment and stage
+        for group, stage in zip(self.groups, stage_of, strict=True):
+            before.setdefault((group.segment, stage), done.get(group.segment, 0))
+            done[group.segment] = max(done.get(group.segment, 0), group.segment_bytes)
+        return self._recomputed(bounds, [before[g.segment, stage] for g, stage in zip(self.groups, stage_of)])
+
+    def segments_on(self, stage_of: Sequence[int], stage: int) -> tuple[int, ...]:
+        """Numbers of the segments of a stage, in execution order; a divided segment is one on each side of the cut."""
+        found = {own for g, s in zip(self.groups, stage_of, strict=True) if s == stage and g.ops for own in g.segments}
+        return tuple(sorted(found - {NO_SEGMENT}))
+
+    def _recomputed(self, bounds: Sequence[int], restored_before: Sequence[int]) -> CostGraph:
+        """The graph if segments below the bound of each group recompute.
+
+        Args:
+            restored_before: part of each group's ``segment_bytes`` that is not restored on its stage.
+        """
+        again = [0 <= group.segment < bound for group, bound in zip(self.groups, bounds, strict=True)]
+        counted, saved = [0] * len(self.groups), list[ResidentTensor]()
+
+        def keepers(groups: tuple[int, ...], activation: Activation | None) -> tuple[int, ...]:
+            return tuple(g for g in groups if not again[g]) if activation is None else activation.groups(bounds)
+
+        for tensor in self.saved:
+            saved.append(replace(tensor, groups=keepers(tensor.groups, tensor.activation)))
+            entered = tensor.activation.entered_by if tensor.activation is not None else None
+            if entered is not None and again[entered.group]:
+                counted[entered.group] += tensor.num_bytes
+        groups = (
+            replace(
+                group.recomputed,
+                saved_bytes=group.kept_bytes - counted[g],
+                transient_bytes=group.transient_bytes + group.segment_bytes - restored_before[g],
+            )
+            if again[g]
+            else group
+            for g, group in enumerate(self.groups)
+        )
+        edges = (replace(edge, saved_by=keepers(edge.saved_by, edge.activation)) for edge in self.edges)
+        return replace(self, groups=tuple(groups), edges=tuple(edges), saved=tuple(t for t in saved if t.groups))
 
     @cached_property
     def cut_bytes(self) -> tuple[int, ...]:

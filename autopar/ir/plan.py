@@ -28,6 +28,7 @@ from autopar.ir.plan_parts import (
     SolverInfo,
     Stage,
     ZeroStage,
+    recomputing_text,
     zero_text,
 )
 from autopar.ir.plan_stages import stage_of_ops
@@ -98,8 +99,8 @@ class Plan:
         sharded = sorted([*self.shardings.items(), *self.strategies.items()])
         split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
         chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
-        again = ", ".join(str(i) for i, stage in enumerate(self.stages) if stage.recompute == "all")
-        recompute = f"; recomputing on stages {again}" if again else ""
+        again = recomputing_text(self.stages)
+        recompute = f"; recomputing on {again}" if again else ""
         return (
             f"{self.model.fingerprint}: {self.mesh}{zero_text(self.zero)}; {cuts}{moved}; {self.schedule}{chunks}, "
             f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"

@@ -28,6 +28,7 @@ from autopar.ir.plan_parts import (
     Prediction,
     SolverInfo,
     Stage,
+    StageRecompute,
     ZeroStage,
 )
 from autopar.ir.program import Program
@@ -86,6 +87,12 @@ def plan_by_hand(
         precision=precision,
         chunks=chunks,
     )
+
+
+def with_levels(plan: Plan, levels: Sequence[StageRecompute]) -> Plan:
+    """The plan with another recomputation of each stage."""
+    stages = zip(plan.stages, levels, strict=True)
+    return replace(plan, stages=tuple(replace(stage, recompute=level) for stage, level in stages))
 
 
 def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:

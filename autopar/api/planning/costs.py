@@ -9,8 +9,9 @@ from math import log2
 from typing import Any
 
 from autopar.cost.groups.cost_graph import price, with_weight_sharing
-from autopar.cost.groups.recompute_segments import segment_starts, with_segments
+from autopar.cost.groups.recompute_segments import segment_starts
 from autopar.cost.groups.saved_activations import compiled_stats
+from autopar.cost.groups.segment_memory import with_segments
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import NO_FACTORS, Factors, MeasuredRegions, Pricing, measured_factors
 from autopar.cost.ops.op_stats import GraphStats, graph_stats

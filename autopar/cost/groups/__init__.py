@@ -6,5 +6,6 @@ Input is a graph with the costs of its operations; output is an `ir.cost_graph.C
 - `cost_graph`: `price`: seconds, saved bytes and edges of all groups.
 - `weight_memory`: bytes and seconds per step of weights, gradients and optimizer state.
 - `saved_activations`: activations that torch.compile saves instead of those that eager autograd saves.
-- `recompute_segments`: where checkpointed segments begin, and what they keep and recompute.
+- `recompute_segments`: where checkpointed segments begin.
+- `segment_memory`: `with_segments`: what groups keep and restore where segments recompute.
 """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: where segments begin, and the bytes that groups keep and recompute.
+"""Activation checkpointing: where segments begin.
 
 A segment is a run of operations whose backward runs their forward again. It keeps the tensors that enter it.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats, storage_names
-from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph, Ref
-from autopar.ir.hardware import Hardware
 
 Matrix = NDArray[np.int64]
 
@@ -70,59 +67,6 @@ def segment_starts(graph: Graph, stats: GraphStats) -> tuple[int, ...]:
         return tuple(places[:-1])
     kept, saved = interval_bytes(graph, stats, alive, places)
     return tuple(places[k] for k in choose_segments(kept, saved).starts)
-
-
-def with_segments(
-    cost: CostGraph, graph: Graph, stats: GraphStats, starts: Sequence[int], hardware: Hardware
-) -> CostGraph:
-    """The cost graph with ``kept_bytes`` and ``segment_bytes`` of each group.
-
-    ``kept_bytes`` are kept until the backward. A tensor that crosses segments counts for the group that first reads it
-    outside the segment that makes it. ``segment_bytes`` are allocated while the group's backward runs: tensors saved by
-    its segment's operations up to the group's last one, since later operations free theirs first.
-
-    Error: too high where a cut coincides with a segment's start, whose tensor counts as kept and as received. Also too
-        high where a cut divides a segment, which counts whole on both stages.
-    """
-    pricing = Pricing(graph, stats, hardware, cost.batch)
-    segment = np.searchsorted(starts, range(len(graph.ops)), side="right").tolist()  # 0: before the first
-    root, alive = storage_names(graph, stats), lifetimes(graph, stats)
-    kept, saved = [0] * len(graph.ops), [0] * len(graph.ops)
-    for i, op in enumerate(graph.ops):
-        own_saved = round(pricing.scaled(stats.ops[op.name].saved_bytes, op.name))
-        (saved if segment[i] else kept)[i] += own_saved
-    entered: set[str] = set()
-    for i, op in enumerate(graph.ops):
-        for name in op.reads:
-            storage = root.get(name, name)
-            if (
-                storage in alive
-                and storage not in entered
-                and segment[i] != segment_at(alive[storage].made_at, segment)
-            ):
-                entered.add(storage)
-                kept[i] += pricing.num_bytes(storage)
-    for storage, life in alive.items():
-        if life.saved_at is None or life.made_at < 0:
-            continue
-        if segment[life.saved_at] == segment[life.made_at] != 0:
-            saved[life.saved_at] += pricing.num_bytes(storage)
-        elif segment[life.saved_at] == 0 and storage not in entered:
-            kept[life.saved_at] += pricing.num_bytes(storage)
-    for i in range(1, len(graph.ops)):
-        saved[i] += saved[i - 1] if segment[i] == segment[i - 1] else 0
-    place = {op.name: i for i, op in enumerate(graph.ops)}
-    groups = []
-    for group in cost.groups:
-        indices = [place[name] for name in group.ops]
-        most = max((saved[i] for i in indices), default=0)
-        groups.append(replace(group, kept_bytes=sum(kept[i] for i in indices), segment_bytes=most))
-    return replace(cost, groups=tuple(groups))
-
-
-def segment_at(position: int, segment: Sequence[int]) -> int:
-    """Segment of an operation's index; -1 for an input, 0 for operations before the first segment."""
-    return segment[position] if position >= 0 else -1
 
 
 # -- candidate starts and the bytes between them -------------------------------------------------------------------

@@ -100,6 +100,7 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         backward_collective_seconds=sum(g.backward_collective_seconds for g in groups),
         symmetric_buffer_bytes=max(g.symmetric_buffer_bytes for g in groups),
         workspace_bytes=max(g.workspace_bytes for g in groups),
+        segments=tuple(dict.fromkeys(own for g in groups for own in g.segments)),
     )
 
 
@@ -108,8 +109,10 @@ def _merged_flow(flow: TensorEdge, unit_of: Sequence[int]) -> TensorEdge | None:
     producer = unit_of[flow.producer]
     consumers = sorted({unit_of[c] for c in flow.consumers} - {producer})
     saved_by = tuple(sorted({unit_of[g] for g in flow.saved_by if unit_of[g] >= producer}))
-    return replace(flow, producer=producer, consumers=tuple(consumers), saved_by=saved_by) if consumers else None
+    if not consumers:
+        return None
+    return replace(flow, producer=producer, consumers=tuple(consumers), saved_by=saved_by, activation=None)
 
 
 def _merged_holding(holding: ResidentTensor, unit_of: Sequence[int]) -> ResidentTensor:
-    return replace(holding, groups=tuple(sorted({unit_of[g] for g in holding.groups})))
+    return replace(holding, groups=tuple(sorted({unit_of[g] for g in holding.groups})), activation=None)

@@ -1,4 +1,4 @@
-"""Steps of plans that ran on 4 × NVIDIA H200 (docs/benchmarks.md), none of which a constant of the model was fitted to."""
+"""Steps of plans that ran on 4 × NVIDIA H200 (docs/benchmarks.md), of which no constant was fitted to any."""
 
 from __future__ import annotations
 

@@ -1,22 +1,17 @@
-"""Where segments begin: against brute force, on real models, and what each group then keeps."""
+"""Where segments begin: against brute force, and on real models."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
 
-import pytest
 import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
-from support.models import TwoHeads
-from torch import nn
 
-from autopar.cost.groups.cost_graph import price
-from autopar.cost.groups.recompute_segments import MAX_EXCESS, segment_starts, with_segments
-from autopar.cost.hardware.load import load_hardware
+from autopar.cost.groups.recompute_segments import MAX_EXCESS, segment_starts
 from autopar.cost.ops.op_stats import GraphStats, OpStats, graph_stats
 from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ops.registry import Operand
@@ -120,29 +115,3 @@ def test_a_vit_has_a_segment_for_each_block() -> None:
     graph = trace(model, (x,))
     starts = [graph.ops[i].name for i in segment_starts(graph, graph_stats(graph))]
     assert starts == ["patch_embed.proj.conv2d", *(f"blocks.{i}.norm2.layer_norm" for i in range(12))]
-
-
-def test_what_groups_keep_and_save_again() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
-    graph = trace(model, (torch.randn(4, 8),))
-    facts, hardware = graph_stats(graph), load_hardware("cpu-generic")
-    cost = with_segments(price(graph, facts, hardware, 4), graph, facts, (0, 3, 6), hardware)
-    narrow_bytes, wide_bytes = 4 * 8 * 4, 4 * 32 * 4
-    names = [op.name for op in graph.ops]
-    per_block = [(narrow_bytes, 0), (0, wide_bytes), (0, wide_bytes)]  # linear; relu, which saves its output; linear
-    assert [g.ops for g in cost.groups] == [*((name,) for name in names), ()]
-    assert [(g.kept_bytes, g.segment_bytes) for g in cost.groups] == [*per_block * 3, (0, 0)]
-    again = cost.recomputed
-    assert [g.saved_bytes for g in again.groups] == [g.kept_bytes for g in cost.groups]
-    assert again.groups[0].backward_seconds == pytest.approx(cost.groups[0].seconds)
-    assert again.saved == ()
-
-
-def test_what_runs_once_keeps_what_it_saves() -> None:
-    graph = trace(TwoHeads(), (torch.randn(4, 8),))
-    facts, hardware = graph_stats(graph), load_hardware("cpu-generic")
-    once = price(graph, facts, hardware, 4)
-    last = with_segments(once, graph, facts, (len(graph.ops),), hardware)  # no segment at all
-    saved = sum(g.saved_bytes for g in once.groups) + sum(a.num_bytes for a in once.saved)
-    assert sum(g.kept_bytes for g in last.groups) == saved
-    assert all(g.segment_bytes == 0 for g in last.groups)

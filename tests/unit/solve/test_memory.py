@@ -52,7 +52,7 @@ def chain(weights: tuple[ResidentTensor, ...], **options: Any) -> CutProblem:
                                 "boundary": ()} | options))  # fmt: skip
 
 
-def gradient(group: int, mib: int, **rest: int) -> ResidentTensor:
+def gradient(group: int, mib: int, **rest: Any) -> ResidentTensor:
     size = mib * MIB
     return ResidentTensor(
         f"w{group}", 4 * size, (group,), gradient_bytes=size, wgrad_bytes=rest.pop("left", size), **rest
