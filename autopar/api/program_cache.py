@@ -77,7 +77,7 @@ class ProgramCache:
         self.specializations: dict[tuple, Specialization] = {}
         self.numbers = itertools.count()
         self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
-        train = self.split(graph, self.train_stage_of)
+        train = self.split(graph, self.train_stage_of, planned=True)
         trained_on = weight_stages([(graph, train)])
         evaluated = self.trace_first(microbatch, "eval")
         evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
@@ -94,15 +94,27 @@ class ProgramCache:
         pp = self.plan.mesh.pp
         return {name: tuple(sorted({stage % pp for stage in stages})) for name, stages in self.holders.items()}
 
-    def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
-        """The program of each stage: the graph sharded over the tensor axis and split by stage."""
+    def split(self, graph: Graph, stage_of: Mapping[str, int], planned: bool = False) -> tuple[Program, ...]:
+        """The program of each stage: the graph sharded over the tensor axis, split by stage, with its segments.
+
+        Args:
+            planned: whether the graph is the training graph at the plan's shapes.
+        """
+        local = self.sharded(graph, stage_of)
+        programs = split(local, stage_of, self.num_stages)
+        if graph.mode == "eval" or all(stage.recompute == "none" for stage in self.plan.stages):
+            return programs
+        undivided = self.sharded(graph, dict.fromkeys(stage_of, 0))
+        return with_recompute_segments(programs, local, undivided, self.plan, planned)
+
+    def sharded(self, graph: Graph, stage_of: Mapping[str, int]) -> Graph:
+        """The graph that each rank runs."""
         if self.plan.mesh.tp == 1:
-            return with_recompute_segments(split(graph, stage_of, self.num_stages), graph, self.plan)
+            return graph
         by_name = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
         labels = {name: label for name, label in by_name.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
-        local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
-        return with_recompute_segments(split(local, stage_of, self.num_stages), local, self.plan)
+        return shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
 
     def trace_first(self, microbatch: Call, mode: Mode) -> Graph:
         """As `trace`; also refuses draws from Python's generators, which later traces may share with other threads."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import getitem
 from typing import Any
 
@@ -42,22 +43,21 @@ class Segment:
 def segments_of(program: Program) -> tuple[Segment, ...]:
     """The checkpointed segments of a program, in order."""
     weights = {w.name for w in program.weights}
-    return cut_segments(program.ops, program.segments, weights, program.results, "segment")
+    return cut_segments(program.ops, pairwise(program.segments), weights, program.results, "segment")
 
 
 def cut_segments(
-    ops: Sequence[Op], starts: Sequence[int], weights: Collection[str], results: Collection[str], name: str
+    ops: Sequence[Op], spans: Iterable[tuple[int, int]], weights: Collection[str], results: Collection[str], name: str
 ) -> tuple[Segment, ...]:
-    """Segments ``name_0``, ``name_1``, … of a run of operations, one from each of ``starts`` to the next.
+    """Segments ``name_0``, ``name_1``, … of a run of operations.
 
     Args:
-        starts: indices in ``ops``; operations before the first one are in no segment.
+        spans: of each segment the indices in ``ops`` of its first operation and of the operation after its last.
         weights: names that are no inputs of a segment.
-        results: names that are read after the last segment.
+        results: names that are read after the last operation.
     """
-    ends = (*starts[1:], len(ops))
     found = []
-    for number, (start, end) in enumerate(zip(starts, ends)):
+    for number, (start, end) in enumerate(spans):
         own = ops[start:end]
         made = {value.name for op in own for value in op.outputs}
         read = dict.fromkeys(n for op in own for n in op.reads if n not in made and n not in weights)

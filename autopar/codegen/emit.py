@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -27,13 +28,13 @@ from autopar.codegen.fusions.wgrad import MainGradLookup, fuse_wgrad, no_main_gr
 from autopar.ir.graph import LocalDevice, Op, Ref
 from autopar.ir.names import unused_name
 from autopar.ir.program import Program
+from autopar.ir.units import plural
 from autopar.ops.regions import region_starts, writes_into_value
 from autopar.ops.registry import operator
 
 # Names that the code of an fx.GraphModule uses; arguments must not shadow them.
 RESERVED = ("self", "torch", "device", "inf", "nan")
 SAME_KEYS: Mapping[str, str] = MappingProxyType({})
-NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
 NO_WAITS: Mapping[str, Callable[[], None]] = MappingProxyType({})
 
 
@@ -71,62 +72,60 @@ def graph_module(
     def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
         return emit_module(ops, arguments, results, {}, device, axes, "Region")
 
-    def body(
-        ops: Sequence[Op],
-        arguments: Sequence[str],
-        results: Sequence[str],
-        name: str,
-        modules: Mapping[str, nn.Module] = NO_MODULES,
-        segments: Sequence[Segment] = (),
-        waits: Mapping[str, Callable[[], None]] = NO_WAITS,
-    ) -> fx.GraphModule:
-        if not compiled:
-            return emit_module(ops, arguments, results, attributes | dict(modules), device, axes, name, segments, waits)
-        wanted = {*results, *(read for s in segments for read in s.reads)}
-        borders = [border for border in program.output_boundaries if border < len(ops)]
-        regions = cut_segments(ops, region_starts(ops, borders), attributes, wanted, "region")
-        calls = {region.name: compiled_region(region, values, attributes, emit_region) for region in regions}
-        held = attributes | dict(modules) | calls
-        return emit_module((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
-
-    starts = program.segments
-    if compiled and starts:
-        starts = tuple(sorted({*starts, *(border for border in program.output_boundaries if border > starts[0])}))
-    segments = cut_segments(program.ops, starts, attributes, program.results, "segment")
-    modules = {}
-    for s in segments:
-        if compiled:
-            modules[s.name] = compiled_region(s, values, attributes, emit_region, recompute=True)
-        else:
-            modules[s.name] = CheckpointedSegment(
-                body(s.ops, s.reads, s.makes, "Segment"), [attributes[n] for n in s.mutates], s.is_random
+    size, bounds = len(program.ops), program.segments
+    first, end = (bounds[0], bounds[-1]) if bounds else (size, size)
+    if compiled and bounds:
+        bounds = tuple(sorted({*bounds, *(border for border in program.output_boundaries if first < border < end)}))
+    segments = cut_segments(program.ops, pairwise(bounds), attributes, program.results, "segment")
+    if compiled:
+        before, after = region_spans(program, 0, first), region_spans(program, end, size)
+        regions = cut_segments(program.ops, (*before, *after), attributes, program.results, "region")
+        modules = {s.name: compiled_region(s, values, attributes, emit_region, recompute=True) for s in segments}
+        modules |= {region.name: compiled_region(region, values, attributes, emit_region) for region in regions}
+        steps: Sequence[Op | Segment] = (*regions[: len(before)], *segments, *regions[len(before) :])
+    else:
+        modules = {
+            s.name: CheckpointedSegment(
+                emit_module(s.ops, s.reads, s.makes, attributes, device, axes, "Segment"),
+                [attributes[name] for name in s.mutates],
+                s.is_random,
             )
-    once = program.ops[: starts[0]] if segments else program.ops
-    return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
+            for s in segments
+        }
+        steps = (*program.ops[:first], *segments, *program.ops[end:])
+    held = attributes | modules
+    return emit_module(steps, program.arguments, program.results, held, device, axes, f"Stage{program.stage}", waits)
+
+
+def region_spans(program: Program, start: int, end: int) -> list[tuple[int, int]]:
+    """First and end of each compiled region among a program's operations from ``start`` to before ``end``."""
+    borders = [border - start for border in program.output_boundaries if start <= border < end]
+    return list(pairwise((*(start + at for at in region_starts(program.ops[start:end], borders)), end)))
 
 
 def emit_module(
-    ops: Sequence[Op],
+    steps: Sequence[Op | Segment],
     arguments: Sequence[str],
     results: Sequence[str],
     held: Mapping[str, Any],
     device: torch.device,
     axes: Mapping[str, str],
     class_name: str,
-    segments: Sequence[Segment] = (),
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
 ) -> fx.GraphModule:
-    """A module that takes arguments, runs operations and then segments, and returns a tuple of results, all by name.
+    """A module that takes arguments, runs operations and segments, and returns a tuple of results, all by name.
 
     Args:
         held: weights and the segments' modules by name; those that are used become attributes of the module.
         waits: as in `graph_module`.
     """
-    ops = fuse_async_tp(ops, {*results, *(name for s in segments for name in s.reads)})
-    read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
+    segments = [step for step in steps if isinstance(step, Segment)]
+    kept = {*results, *(name for s in segments for name in s.reads)}
+    ops = {op.name: op for op in fuse_async_tp([step for step in steps if isinstance(step, Op)], kept)}
+    read = {name for op in ops.values() for name in op.reads} | {*results} | {s.name for s in segments}
     attributes = {name: value for name, value in held.items() if name in read}
     graph = fx.Graph()
-    made = [name for op in ops for name in (op.name, *(v.name for v in op.outputs))]
+    made = [name for op in ops.values() for name in (op.name, *(v.name for v in op.outputs))]
     made += [name for s in segments for name in (s.name, *s.makes)]
     names = identifiers([*arguments, *attributes, *made])
     nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in arguments}
@@ -141,12 +140,13 @@ def emit_module(
                 attributes[waiting[ready]] = Wait(ready)
                 graph.call_module(waiting[ready])
 
-    for op in ops:
-        wait(op.reads)
-        emit_op(graph, op, nodes, names, device, axes)
-    for segment in segments:
-        wait(name for op in segment.ops for name in op.reads)
-        call_segment(graph, segment, nodes, names)
+    for step in steps:
+        if isinstance(step, Segment):
+            wait(name for op in step.ops for name in op.reads)
+            call_segment(graph, step, nodes, names)
+        elif step.name in ops:  # otherwise fused with a later operation
+            wait(ops[step.name].reads)
+            emit_op(graph, ops[step.name], nodes, names, device, axes)
     wait(results)
     graph.output(tuple(nodes[name] for name in results))
     return fx.GraphModule(attributes, graph, class_name=class_name)
@@ -222,7 +222,13 @@ def source(program: Program) -> str:
     lines += [f"# input   {v.name}: {v.dtype}{list(v.shape)}" for v in program.inputs]
     lines += [f"# from stage {e.src}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.receives]
     lines += [f"# to stage {e.dst}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.sends]
-    if program.segments:
-        lines.append(f"# kept for the backward is what enters its {len(program.segments)} segments, which run again")
-    bodies = [line for segment in segments_of(program) for line in segment_source(segment, module)]
+    segments = segments_of(program)
+    if segments:
+        is_part = program.segments[-1] < len(program.ops)
+        count = plural(len(segments), "segment")
+        if is_part:
+            count = "first segment" if len(segments) == 1 else f"first {count}"
+        rest = ", and what later operations save" if is_part else ""
+        lines.append(f"# kept for the backward is what enters its {count}, which run again{rest}")
+    bodies = [line for segment in segments for line in segment_source(segment, module)]
     return "\n".join([*lines, module.code.strip(), *bodies])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.codegen.activation_checkpoint import Segment, cut_segments
 from autopar.codegen.split import split
@@ -14,8 +15,8 @@ from autopar.ops.regions import region_starts
 def regions_of(graph: Graph) -> tuple[Segment, ...]:
     """Regions of a graph on a single stage, as `autopar.codegen.emit.graph_module` compiles them."""
     (program,) = split(graph, dict.fromkeys((op.name for op in graph.ops), 0), 1)
-    starts = region_starts(program.ops, program.output_boundaries)
-    return cut_segments(program.ops, starts, graph.weight, program.results, "region")
+    bounds = (*region_starts(program.ops, program.output_boundaries), len(program.ops))
+    return cut_segments(program.ops, pairwise(bounds), graph.weight, program.results, "region")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from autopar.ir.plan_parts import (
     ScheduleName,
     SolverInfo,
     Stage,
+    recomputing_text,
 )
 from autopar.ir.plan_stages import stage_of_ops
 from autopar.ir.units import plural
@@ -97,8 +98,8 @@ class Plan:
         split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
         zero1 = ", ZeRO-1" if self.zero1 else ""
         chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
-        again = ", ".join(str(i) for i, stage in enumerate(self.stages) if stage.recompute == "all")
-        recompute = f"; recomputing on stages {again}" if again else ""
+        again = recomputing_text(self.stages)
+        recompute = f"; recomputing on {again}" if again else ""
         return (
             f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}{chunks}, "
             f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"

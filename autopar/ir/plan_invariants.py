@@ -10,6 +10,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan_parts import INTERLEAVED, PlanView
 from autopar.ir.units import plural
 
+FEWER_SEGMENTS = 'Use fewer, or "all".'  # remedy where a stage recomputes too many
 Fail = Callable[[str, str], None]  # raises a PlanError that names a field and its problem
 
 
@@ -93,6 +94,18 @@ def check_stages(plan: PlanView, fail: Fail) -> None:
             fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be {ranks[0]} to {ranks[-1]}.")
 
 
+def check_recompute(plan: PlanView, fail: Fail) -> None:
+    """A stage recomputes none, all, or some of its segments."""
+    for i, stage in enumerate(plan.stages):
+        level, count = stage.recompute, stage.num_segments
+        if level in ("none", "all"):
+            continue
+        if not isinstance(level, int) or isinstance(level, bool) or level < 1:
+            fail(f"stages.{i}.recompute", f'is {level!r}, must be "none", "all" or a number of segments from 1.')
+        elif 0 < count <= level:
+            fail(f"stages.{i}.recompute", f"is {level}, the stage has {plural(count, 'segment')}. {FEWER_SEGMENTS}")
+
+
 def check_flows(plan: PlanView, fail: Fail) -> None:
     """Messages and exceptions name stages of the plan; every gradient has an activation, every pair one message."""
     num_stages = len(plan.stages)
@@ -113,4 +126,7 @@ def check_flows(plan: PlanView, fail: Fail) -> None:
             fail(f"exceptions.{name}", f"names stage {stage_number} of {num_stages}.")
 
 
-CHECKS = (check_counts, check_schedule, check_shardings, check_prediction, check_batch, check_stages, check_flows)
+CHECKS = (
+    check_counts, check_schedule, check_shardings, check_prediction, check_batch, check_recompute, check_stages,
+    check_flows,
+)  # fmt: skip

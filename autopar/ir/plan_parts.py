@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import with_config
+from pydantic import SkipValidation, with_config
 
 from autopar.ir.mesh import STRICT, Mesh
 
@@ -16,7 +16,8 @@ INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
 RequestedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
-Recompute = Literal["none", "all", "auto"]  # as requested; a stage has one of the first two
+Recompute = Literal["none", "all", "auto"]  # as requested
+StageRecompute = Literal["none", "all"] | int  # a number of segments
 PriceSource = Literal["analytic", "measured"]
 CostSource = PriceSource | Literal["auto"]  # as requested
 
@@ -71,12 +72,14 @@ class Stage:
         params: whole parameters, however they are sharded.
         forward_seconds, backward_seconds: per microbatch on one rank, tensor-parallel collectives included.
         send_bytes: sent forward to later stages, per microbatch and rank.
-        recompute: with "all" the stage's operations form segments (`autopar.cost.groups.recompute_segments`). Only the
-            inputs of a segment are kept for the backward, which first runs the segment again; ``backward_seconds``
-            include that.
+        recompute: "all", or the number of the stage's first segments (`autopar.cost.groups.recompute_segments`) that
+            run again in the backward. Of these only the inputs are kept. The last segments are left out first: their
+            backward runs while memory is fullest.
         collective_seconds: tensor-parallel collectives of forward and backward.
         optimizer_seconds: the update, once a step.
         memory: None in plans made by hand.
+        num_segments: segments of the stage; 0 in plans made by hand.
+        recompute_seconds: part of ``backward_seconds`` that runs forwards again.
     """
 
     first: str
@@ -87,10 +90,29 @@ class Stage:
     backward_seconds: float
     send_bytes: int
     peak_bytes: int
-    recompute: Literal["none", "all"] = "none"
+    recompute: Annotated[StageRecompute, SkipValidation] = "none"  # checked with the plan's invariants
     collective_seconds: float = 0.0
     optimizer_seconds: float = 0.0
     memory: StageMemory | None = None
+    num_segments: int = 0
+    recompute_seconds: float = 0.0
+
+    @property
+    def recompute_text(self) -> str:
+        """``none``, ``all``, ``12 of 40``, or ``first 12`` where the number of segments is unknown."""
+        if not isinstance(self.recompute, int):
+            return self.recompute
+        return f"{self.recompute} of {self.num_segments}" if self.num_segments else f"first {self.recompute}"
+
+
+def recomputing_text(stages: Sequence[Stage]) -> str:
+    """Stages that recompute: ``stages 0, 1 (12 of 40 segments)``; empty if none does."""
+    numbers = [
+        f"{i}" if stage.recompute == "all" else f"{i} ({stage.recompute_text} segments)"
+        for i, stage in enumerate(stages)
+        if stage.recompute != "none"
+    ]
+    return f"stages {', '.join(numbers)}" if numbers else ""
 
 
 @with_config(STRICT)

@@ -29,10 +29,10 @@ class Program:
     Its function takes ``arguments`` and returns ``results``, both tuples of tensors.
 
     Args:
-        outputs: the model's flattened outputs (references or constants) on the last stage, empty elsewhere. segments:
-        positions of the operations that each begin a checkpoint segment. A training step keeps only the inputs of
-            a segment and recomputes it in the backward. Operations before the first position run once; with no
-            positions, all do.
+        outputs: the model's flattened outputs (references or constants) on the last stage, empty elsewhere.
+        segments: positions of the operations that each begin a checkpoint segment, and the end of the last segment. A
+            training step keeps only the inputs of a segment and recomputes it in the backward. Operations outside of
+            segments run once; with no positions, all do.
         output_boundaries: positions of operations that lead to other model outputs than the operations before them. A
         loss
             that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other output.
@@ -54,7 +54,8 @@ class Program:
     def __post_init__(self) -> None:
         assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)
         assert all(e.src == self.stage and e.dst > self.stage for e in self.sends)
-        assert list(self.segments) == sorted({*self.segments} & {*range(len(self.ops))}), "segments begin out of order"
+        assert list(self.segments) == sorted({*self.segments} & {*range(len(self.ops) + 1)}), "segments out of order"
+        assert len(self.segments) != 1, "a segment has no end"
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def stage_table(plan: PlanView, width: int) -> Table:
     stage_shares = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
     rank_shares = [sum(stage_shares[i % pp :: pp]) for i in range(len(stages))]
     chunks = {"chunk": [str(i // pp) for i in range(len(stages))]} if plan.chunks > 1 else {}
-    recompute = {"recompute": [s.recompute for s in stages]} if any(s.recompute != "none" for s in stages) else {}
+    recompute = {"recompute": [s.recompute_text for s in stages]} if any(s.recompute != "none" for s in stages) else {}
     shares = [percent(share, 0) for share in stage_shares]
     sends = column([s.send_bytes for s in stages], BYTES)
     numbers = {

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.handmade import with_levels
 from support.models import resnet18, tiny_vit
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 import autopar
 from autopar.errors import CaptureWarning
+from autopar.ir.plan_parts import StageRecompute
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,6 +80,22 @@ def test_compiled_equals_eager(model: Any) -> None:
     eager = trained(built, 6, compile=False, cuda_graph=False)
     compiled = trained(built, 6, compile=True, cuda_graph=True)
     assert_same(compiled, eager, 1e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_stage_that_recomputes_in_part_is_captured(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = tiny_vit(drop_rate=0.1), torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+    plan = autopar.plan(model, 1, x, microbatches=2, recompute="none")
+    levels: list[StageRecompute] = ["none", 3, "all"]
+    losses = []
+    for level in levels:
+        options: dict[str, Any] = {"plan": with_levels(plan, [level]), "compile": compiled, "cuda_graph": True}
+        with warnings.catch_warnings(), autopar.parallelize(model, 1, x, optimizer=ADAMW, seed=3, **options) as pm:
+            warnings.simplefilter("error", CaptureWarning)
+            losses.append([pm.train_step(x, y).loss for _ in range(6)])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=1e-3)
 
 
 def test_an_optimizer_that_cannot_be_captured_stays_outside() -> None:

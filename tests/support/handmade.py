@@ -20,7 +20,16 @@ from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import HardwareInfo, InputInfo, ModelInfo, Precision, Prediction, SolverInfo, Stage
+from autopar.ir.plan_parts import (
+    HardwareInfo,
+    InputInfo,
+    ModelInfo,
+    Precision,
+    Prediction,
+    SolverInfo,
+    Stage,
+    StageRecompute,
+)
 from autopar.ir.program import Program
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
@@ -77,6 +86,12 @@ def plan_by_hand(
         precision=precision,
         chunks=chunks,
     )
+
+
+def with_levels(plan: Plan, levels: Sequence[StageRecompute]) -> Plan:
+    """The plan with another recomputation of each stage."""
+    stages = zip(plan.stages, levels, strict=True)
+    return replace(plan, stages=tuple(replace(stage, recompute=level) for stage, level in stages))
 
 
 def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:

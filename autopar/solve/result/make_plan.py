@@ -113,6 +113,8 @@ def make_plan(
                 collective_seconds=c.collective_seconds,
                 optimizer_seconds=c.optimizer_seconds,
                 memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes, c.buffer_bytes),
+                num_segments=len(problem.cost.segments_on(stage_of, s)),
+                recompute_seconds=c.recompute_seconds,
             )
             for s, c in enumerate(costs)
         ),

@@ -24,7 +24,8 @@ def plan_label(plan: Plan) -> str:
     chunks = f" × {plan.chunks}" if plan.chunks > 1 else ""
     extra = [f"{plan.schedule}{chunks}"] if mesh.pp > 1 else []
     extra += ["ZeRO-1"] if plan.zero1 else []
-    extra += ["recomputing"] if any(stage.recompute == "all" for stage in plan.stages) else []
+    levels = {stage.recompute for stage in plan.stages}
+    extra += ["recomputing" if levels == {"all"} else "recomputing in part"] if levels != {"none"} else []
     cut = f"{plural(plan.microbatches, 'microbatch', 'es')} of {plan.microbatch_size}"
     return ", ".join([" × ".join(axes) or "1 device", *extra, cut])
 

@@ -119,8 +119,7 @@ def suggestions(plan: Plan, breakdown: Breakdown) -> tuple[Suggestion, ...]:
     if spent.transfer_seconds > WORTH_HELP * step:
         found.append(faster_link(plan, pipeline, end))
     if spent.recompute_seconds > WORTH_HELP * step:
-        again = [s.forward_seconds if s.recompute == "all" else 0.0 for s in plan.stages]
-        once = tuple(max(0.0, b - f) for b, f in zip(pipeline.backward_seconds, again))
+        once = tuple(max(0.0, s.backward_seconds - s.recompute_seconds) for s in plan.stages)
         found.append(
             Suggestion("memory enough to keep all activations", replace(pipeline, backward_seconds=once).seconds + end)
         )

@@ -107,7 +107,7 @@ def spent_at(plan: Plan, pipeline: Pipeline, position: int, seconds: float, free
     stages, count = plan.stages[position :: plan.mesh.pp], sum(pipeline.sizes)
     busy = count * sum(s.forward_seconds + s.backward_seconds for s in stages)
     collectives = min(busy, count * sum(s.collective_seconds for s in stages))
-    again = min(busy - collectives, count * sum(s.forward_seconds for s in stages if s.recompute == "all"))
+    again = min(busy - collectives, count * sum(s.recompute_seconds for s in stages))
     end = plan.prediction.reduce_seconds + plan.prediction.optimizer_seconds
     optimizer = min(end, sum(s.optimizer_seconds for s in stages))
     reduction = min(end - optimizer, plan.prediction.reduce_seconds)

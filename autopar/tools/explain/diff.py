@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import recomputing_text
 from autopar.ir.units import BYTES, text
 from autopar.tools.explain.breakdown import Breakdown, breakdown_of
 
@@ -114,10 +115,9 @@ def cut_of(plan: Plan) -> str:
 
 def recomputing(plan: Plan) -> str:
     """Stages that recompute, as text."""
-    numbers = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute == "all"]
-    if not numbers:
-        return "no stage"
-    return "every stage" if len(numbers) == len(plan.stages) else f"stages {', '.join(numbers)}"
+    if all(stage.recompute == "all" for stage in plan.stages):
+        return "every stage"
+    return recomputing_text(plan.stages) or "no stage"
 
 
 def cuts(before: Plan, after: Plan) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import Alternative
+from autopar.ir.plan_parts import Alternative, recomputing_text
 from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, ranks_text, schedule_text
 from autopar.ir.text import NONE, labelled, numeric, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
@@ -39,6 +39,7 @@ def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Seque
         ("bound by", explanation.headline),
         ("step", f"{text(step, TIME)} ±{error} (predicted)"),
         ("plan", described(plan)),
+        *(("recomputes", recomputing) for recomputing in [recomputing_text(plan.stages)] if recomputing),
         *(("note", note) for note in explanation.notes),
     ]
     parts: list[RenderableType] = [labelled(lines), "", time_table(breakdown, width)]

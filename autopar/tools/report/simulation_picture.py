@@ -81,7 +81,7 @@ def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
     stage, chunk, label = step.plan.stages[action.chunk], action.chunk // step.plan.mesh.pp, str(action.microbatch)
     if action.kind == "F":
         return [Bar("forward", span.start_seconds, span.end_seconds, chunk, label)]
-    share = stage.forward_seconds / stage.backward_seconds if stage.recompute == "all" and stage.backward_seconds else 0
+    share = stage.recompute_seconds / stage.backward_seconds if stage.backward_seconds else 0.0
     turns = span.start_seconds + min(share, 1.0) * (span.end_seconds - span.start_seconds)
     return [
         Bar("recompute", span.start_seconds, turns, chunk),

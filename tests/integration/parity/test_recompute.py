@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import MODELS, vectors
-from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.handmade import even_firsts, in_threads, plan_by_hand, with_levels
 from support.models import Normed, Updating, tiny_vit
 from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
 import autopar
-from autopar.api.recompute import local_segment_starts
+from autopar.api import recompute
+from autopar.api.recompute import local_segments
 from autopar.codegen.emit import graph_module, source
 from autopar.codegen.split import split
 from autopar.errors import PlanError
@@ -119,23 +121,26 @@ DROPPING: dict[str, Any] = {
 def test_dropout_drops_the_same_again() -> None:
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(**DROPPING), images(8)
-    found = {}
-    for recompute in ("none", "all"):
-        with autopar.parallelize(model, 1, x, microbatches=2, seed=5, recompute=recompute) as pm:
+    plan = autopar.plan(model, 1, x, microbatches=2, recompute="none")
+    found = []
+    for level in ("none", 3, "all"):
+        with autopar.parallelize(model, 1, x, seed=5, plan=with_levels(plan, [level])) as pm:
             losses = [pm.forward_backward(x, y).loss for _ in range(2)]
-            found[recompute] = losses, pm.gradients()
-    (losses, gradients), (expected_losses, expected) = found["all"], found["none"]
-    assert losses == expected_losses
-    assert losses[0] != losses[1]  # it drops at all
-    assert gradients.keys() == expected.keys()
-    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+            found.append((losses, pm.gradients()))
+    (expected_losses, expected), *others = found
+    assert expected_losses[0] != expected_losses[1]  # it drops at all
+    for losses, gradients in others:
+        assert losses == expected_losses
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
 def test_torchs_own_generators_draw_the_same_again() -> None:
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(**DROPPING), images(8)
     found = []
-    for segments in ((), (0, 40)):
+    size = len(trace(model, (x,)).ops)
+    for segments in ((), (0, 40, size), (0, 40), (20, 40, 60)):
         program, weights = with_segments(model, x, segments)
         module = graph_module(program, weights, torch.device("cpu"))
         model.zero_grad()
@@ -145,7 +150,7 @@ def test_torchs_own_generators_draw_the_same_again() -> None:
         loss.backward()
         gradients = {name: p.grad for name, p in weights.items() if p.grad is not None}
         found.append({"loss": loss.detach(), "after": after, "next": torch.rand(())} | gradients)
-    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    assert all(torch.equal(other[name], found[0][name]) for other in found[1:] for name in found[0])
     assert len(found[0]) > 20
 
 
@@ -218,17 +223,62 @@ def test_a_plan_is_edited_by_hand(tmp_path: Path) -> None:
     reference = Reference(model)
     assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 2), abs=1e-5)
     assert_all_close(pm.gradients(), reference.gradients(), "gradient")
-    file.write_text(text.replace('"recompute": "none"', '"recompute": "some"', 1))
-    with pytest.raises(PlanError, match=r"stages\.0\.recompute: Input should be 'none' or 'all'"):
-        Plan.load(file)
+    file.write_text(text.replace('"recompute": "none"', '"recompute": 2', 1))
+    edited = Plan.load(file)
+    assert made.stages[0].num_segments > 3
+    part = f"2 of {made.stages[0].num_segments}"
+    assert edited.decision == f"{made.decision}; recomputing on stages 0 ({part} segments)"
+    assert re.search(rf"^ +0 .* {part} ", str(edited), re.MULTILINE), str(edited)
+    assert Plan.from_json(edited.to_json()) == edited
+    pm = in_threads(model, edited, x, F.cross_entropy)
+    assert [len(program_of(pm, stage).segments) for stage in range(2)] == [3, 0]
+    assert program_of(pm).segments[-1] < len(program_of(pm).ops)
+    assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 2), abs=1e-5)
+
+
+def test_a_stage_cannot_recompute_more_segments_than_it_has() -> None:
+    model, (x, _) = tiny_vit(), images(8)
+    plan = autopar.plan(model, 2, x, pp=2, microbatches=2, recompute="none")
+    count = plan.stages[1].num_segments
+    for edited in (with_levels(plan, ["none", count]), with_levels(plan, ["none", 99])):
+        level = edited.stages[1].recompute
+        problem = rf'stages\.1\.recompute: is {level}, the stage has {count} segments\. Use fewer, or "all"\.'
+        with pytest.raises(PlanError, match=problem):
+            edited.validate()
+        unknown = replace(edited, stages=tuple(replace(stage, num_segments=0) for stage in edited.stages))
+        unknown.validate()  # made by hand: known when the model is traced
+        with pytest.raises(PlanError, match=problem):
+            in_threads(model, unknown, x, F.cross_entropy)
+
+
+def test_inputs_of_another_shape_recompute_as_many_segments_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = tiny_vit(), images(8)
+    plan = with_levels(plan_by_hand(model, x, 2, []), [3])
+    pm = in_threads(model, plan, x, F.cross_entropy)
+    monkeypatch.setattr(recompute, "segment_starts", lambda graph, stats: (0, 30))
+    reference = Reference(model)
+    assert pm.forward_backward(x[:6], y[:6]).loss == pytest.approx(
+        reference.forward_backward(x[:6], y[:6], 2), abs=1e-5
+    )
+    assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+    planned, *_, new = (own.programs[0] for own in pm._programs.specializations.values() if own.graph.mode == "train")
+    assert len(planned.segments) == 4 and new.segments == (0, 30, len(new.ops))
+
+
+def test_evaluation_has_no_segments() -> None:
+    model, (x, _) = tiny_vit(), images(8)
+    pm = in_threads(model, with_levels(plan_by_hand(model, x, 2, []), [2]), x, F.cross_entropy)
+    modes = {own.graph.mode: own.programs[0].segments for own in pm._programs.specializations.values()}
+    assert len(modes["train"]) == 3 and modes["eval"] == ()
 
 
 def test_a_cut_divides_a_segment() -> None:
-    assert local_segment_starts([0, 1, 2, 3, 4, 5], (0, 3)) == (0, 3)
-    assert local_segment_starts([2, 3, 4], (0, 3)) == (0, 1)
-    assert local_segment_starts([4, 5, 6], (0, 3)) == (0,)
-    assert local_segment_starts([0, 2, 5, 6], (2, 6)) == (1, 3)  # the first operation is run once
-    assert local_segment_starts([0, 1], (2,)) == ()
+    assert local_segments([0, 1, 2, 3, 4, 5], (0, 3)) == (0, 3, 6)
+    assert local_segments([2, 3, 4], (0, 3)) == (0, 1, 3)
+    assert local_segments([4, 5, 6], (0, 3)) == (0, 3)
+    assert local_segments([0, 2, 5, 6], (2, 6)) == (1, 3, 4)  # the first operation is run once
+    assert local_segments([0, 1], (2,)) == ()
 
 
 def with_segments(model: nn.Module, x: torch.Tensor, segments: tuple[int, ...]) -> tuple[Program, Any]:
@@ -237,7 +287,7 @@ def with_segments(model: nn.Module, x: torch.Tensor, segments: tuple[int, ...]) 
     return replace(program, segments=segments), weight_tensors(model, graph)
 
 
-@pytest.mark.parametrize("segments", [(), (0, 12), (10, 20)])
+@pytest.mark.parametrize("segments", [(), (0, 12), (0, 12, 39), (10, 20, 39), (10, 20)])
 def test_weights_are_waited_for_before_they_are_first_read(segments: tuple[int, ...]) -> None:
     model, x = tiny_vit(2), torch.randn(2, 3, 32, 32)
     expected = model(x)
@@ -274,7 +324,7 @@ def test_weights_are_waited_for_before_they_are_first_read(segments: tuple[int, 
 
 def test_the_printed_source_shows_segments() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    program, _ = with_segments(model, torch.randn(3, 4), (1, 2))
+    program, _ = with_segments(model, torch.randn(3, 4), (1, 2, 3))
     lines = [line.strip() for line in source(program).splitlines()]
     assert lines[2] == "# kept for the backward is what enters its 2 segments, which run again"
     assert [line for line in lines if line.startswith(("def", "segment", "return"))] == [
@@ -289,12 +339,29 @@ def test_the_printed_source_shows_segments() -> None:
     ]
 
 
+def test_the_printed_source_shows_which_segments_run_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    program, _ = with_segments(model, torch.randn(3, 4), (0, 2))
+    lines = [line.strip() for line in source(program).splitlines()]
+    assert lines[2] == (
+        "# kept for the backward is what enters its first segment, which run again, and what later operations save"
+    )
+    assert [line for line in lines if line.startswith(("def", "segment", "return", "_2_linear ="))] == [
+        "def forward(self, input):",
+        "segment_0 = self.segment_0(input_1);  input_1 = None",
+        "_2_linear = torch.ops.aten.linear.default(_1_relu, _2_weight, _2_bias);  _1_relu = _2_weight = _2_bias = None",
+        "return (_2_linear,)",
+        "def segment_0(self, input):",
+        "return (_1_relu,)",
+    ]
+
+
 @pytest.mark.parametrize("make", [tiny_vit, ConvNet], ids=["vit", "conv net"])
 def test_a_program_with_segments_compiles(make: Any) -> None:
     torch.manual_seed(0)
     model, (x, y) = make(), images(4)
     size = len(trace(model, (x,)).ops)
-    program, weights = with_segments(model, x, (0, size // 2))
+    program, weights = with_segments(model, x, (0, size // 2, size))
     found = []
     for compiled in (False, True):
         own = {name: tensor.clone().detach().requires_grad_(tensor.requires_grad) for name, tensor in weights.items()}
@@ -311,7 +378,7 @@ def test_a_program_with_segments_compiles(make: Any) -> None:
 def test_buffers_are_as_they_were_while_a_segment_runs_again() -> None:
     torch.manual_seed(0)
     model, (x, y) = Updating(), vectors(6)
-    program, weights = with_segments(model, x, (0,))
+    program, weights = with_segments(model, x, (0, len(trace(model, (x,)).ops)))
     module = graph_module(program, weights, torch.device("cpu"))
     first, second = module(x)[0], module(x + 1)[0]  # the second forward changes what the first one's backward reads
     F.cross_entropy(second, y).backward()

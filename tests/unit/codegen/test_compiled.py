@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, nop
+from support.effort import full
+from support.handmade import with_levels
 from support.models import Tied, UNet, resnet18, tiny_vit
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -66,7 +69,9 @@ def test_regions_are_the_blocks_of_a_transformer() -> None:
 def test_regions_hold_every_operation_once(model: Any, x: torch.Tensor) -> None:
     graph = traced(model(), x)
     starts = region_starts(graph.ops)
-    regions = cut_segments(graph.ops, starts, {w.name for w in graph.weights}, [], "region")
+    regions = cut_segments(
+        graph.ops, pairwise((*starts, len(graph.ops))), {w.name for w in graph.weights}, [], "region"
+    )
     assert [op.name for region in regions for op in region.ops] == [op.name for op in graph.ops]
     assert all(len(region.ops) >= MIN_REGION_OPS for region in regions[1:-1])
     made: set[str] = {value.name for value in graph.inputs}
@@ -166,16 +171,20 @@ def test_compiled_equals_eager(
     inputs = torch.randint(0, 32, x) if len(x) == 2 else torch.randn(x)
     targets = torch.rand(y) if len(y) > 1 else torch.randint(0, 10, y)
     runs = []
-    for wanted, recompute in ((False, "none"), (True, "none"), (True, "all")):
+    plan = autopar.plan(built, 1, inputs, microbatches=2, recompute="none")
+    runs_of: list[tuple[bool, Any]] = [(False, "none"), (True, "none"), (True, "all")]
+    if full() or model is tiny_vit:
+        runs_of.append((True, half(plan)))
+    for wanted, level in runs_of:
         quick_compiler.clear()
-        options: dict[str, Any] = {"microbatches": 2, "recompute": recompute, "compile": wanted, "loss_fn": loss_fn}
+        options: dict[str, Any] = {"plan": with_levels(plan, [level]), "compile": wanted, "loss_fn": loss_fn}
         with autopar.parallelize(built, 1, inputs, optimizer=ADAMW, **options) as pm:
             losses = [pm.forward_backward(inputs, targets).loss]
             gradients = pm.gradients()
             pm.optimizer_step()
             losses.append(pm.train_step(inputs, targets).loss)
             runs.append((losses, gradients, pm.state_dict(), pm.eval()(inputs)))
-        assert bool(quick_compiler) == wanted
+        assert bool(quick_compiler) == wanted or level == half(plan)  # whose regions have been compiled
     (losses, gradients, state, output), *others = runs
     for other in others:
         assert other[0] == pytest.approx(losses, abs=1e-5)
@@ -185,6 +194,13 @@ def test_compiled_equals_eager(
         for name, tensor in state.items():
             assert torch.allclose(other[2][name].float(), tensor.float(), atol=1e-5, rtol=1e-4), name
         assert torch.allclose(other[3], output, atol=1e-4)
+
+
+def half(plan: autopar.Plan) -> int:
+    """A level that recomputes half of a stage's segments."""
+    count = plan.stages[0].num_segments
+    assert count > 1
+    return count // 2
 
 
 class Heads(nn.Module):
@@ -204,17 +220,18 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("level", ["none", "half", "all"])
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_what_the_loss_leaves_out_has_no_gradient(kept: int, recompute: Any, precision: Any) -> None:
+def test_what_the_loss_leaves_out_has_no_gradient(kept: int, level: Any, precision: Any) -> None:
     torch.manual_seed(0)
     model, x, y = Heads(), torch.randn(6, 8), torch.randn(6, 1)
     runs = []
+    plan = autopar.plan(model, 1, x, microbatches=2, recompute="none", precision=precision)
+    plan = with_levels(plan, [half(plan) if level == "half" else level])
     for wanted in (False, True):
         with autopar.parallelize(
-            model, 1, x, loss_fn=lambda out, y: F.mse_loss(out[kept].mean(1, True).float(), y), microbatches=2,
-            optimizer=functools.partial(ADAMW, weight_decay=0.5), recompute=recompute, compile=wanted,
-            precision=precision,
+            model, 1, x, loss_fn=lambda out, y: F.mse_loss(out[kept].mean(1, True).float(), y), plan=plan,
+            optimizer=functools.partial(ADAMW, weight_decay=0.5), compile=wanted,
         ) as pm:  # fmt: skip
             pm.forward_backward(x, y)
             gradients = pm.gradients()

@@ -75,6 +75,19 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         ("stages.1.params", -1, r"field stages\.1\.params: is -1"),
         ("stages.0.forward_seconds", float("nan"), r"Field stages\.0\.forward_seconds"),
         ("stages.0.ranks", [1], r"field stages\.0\.ranks"),
+        *(
+            ("stages.0.recompute", level, rf'field stages\.0\.recompute: is {text}, must be "none", "all" or a number')
+            for level, text in (
+                (0, "0"),
+                (-2, "-2"),
+                (True, "True"),
+                (1.5, r"1\.5"),
+                ("some", "'some'"),
+                (None, "None"),
+            )
+        ),
+        ("stages.0.num_segments", -1, r"field stages\.0\.num_segments: is -1"),
+        ("stages.0.num_segments", 1.5, r"Field stages\.0\.num_segments"),
         ("stages.0.extra", 1, r"stages\.0\.extra"),
         ("prediction.peak_bytes", [1], r"field prediction\.peak_bytes: has 1 entries for 2 ranks"),
         ("prediction.step_seconds", 0.0, r"field prediction\.step_seconds"),
@@ -110,6 +123,21 @@ def wide(**changes: Any) -> str:
         blocks=(BlockSharding("*", 2, {"linear": "rows / 2"}, (Collective("*", "all-reduce", "forward", 4, 1e-6),)),),
     )  # fmt: skip
     return replace(made, **changes).to_json()
+
+
+def test_a_stage_recomputes_fewer_segments_than_it_has() -> None:
+    data = json.loads(plan().to_json())
+    data["stages"][1] |= {"recompute": 3, "num_segments": 4}
+    made = Plan.from_json(json.dumps(data))
+    assert made.stages[1].recompute == 3 and made.decision.endswith("; recomputing on stages 1 (3 of 4 segments)")
+    data["stages"][1]["recompute"] = 4
+    with pytest.raises(
+        PlanError, match=r'stages\.1\.recompute: is 4, the stage has 4 segments\. Use fewer, or "all"\.'
+    ):
+        Plan.from_json(json.dumps(data))
+    del data["stages"][1]["num_segments"]
+    data["stages"][0]["recompute"] = "all"
+    assert Plan.from_json(json.dumps(data)).decision.endswith("; recomputing on stages 0, 1 (first 4 segments)")
 
 
 def test_sharded_plans_round_trip() -> None:

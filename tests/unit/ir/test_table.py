@@ -82,6 +82,16 @@ one device      500.0 ms      4.1 × as long
 1 microbatch           –                  –  does not fit: stage 0 needs 99.0 GiB"""
 
 
+def test_stages_that_recompute_say_how_many_segments() -> None:
+    first, second = PLAN.stages
+    stages = (replace(first, recompute=12, num_segments=40), replace(second, recompute="all", num_segments=40))
+    rows = [line for line in plan_text(replace(PLAN, stages=stages), 120).splitlines() if "GiB" in line][1:3]
+    assert "  12 of 40  " in rows[0] and "       all  " in rows[1]
+    by_hand = (replace(first, recompute=12), second)
+    rows = [line for line in plan_text(replace(PLAN, stages=by_hand), 120).splitlines() if "GiB" in line][1:3]
+    assert "  first 12  " in rows[0] and "      none  " in rows[1]
+
+
 def all_reduce(op: str, direction: Literal["forward", "backward"]) -> Collective:
     return Collective(op, "all-reduce", direction, int(38.5 * 2**20), 3.1e-5)
 

@@ -23,6 +23,7 @@ import autopar
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph, Group, TensorEdge
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import StageRecompute
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.problem import CutProblem
@@ -119,7 +120,7 @@ def asked() -> dict[str, Any]:
             "pins": pins}  # fmt: skip
 
 
-def chosen(plan: Plan) -> list[str]:
+def chosen(plan: Plan) -> list[StageRecompute]:
     return [stage.recompute for stage in plan.stages]
 
 

@@ -114,6 +114,9 @@ def test_collectives_reduction_optimizer_and_recomputation_bound() -> None:
         prediction=replace(base.prediction, optimizer_seconds=36.0),
     )
     assert explained(late).headline.startswith("optimizer, 75 % of the step; compute of stage 0")
-    again = explained(replace(base, stages=(replace(stage, recompute="all"),)))
+    again = explained(replace(base, stages=(replace(stage, recompute="all", recompute_seconds=1.0),)))
     assert "recomputation 33 % of the step" in again.headline
     assert [(h.text, h.step_seconds) for h in again.suggestions] == [("memory enough to keep all activations", 8.0)]
+    some = explained(replace(base, stages=(replace(stage, recompute=3, recompute_seconds=0.75),)))
+    assert "recomputation 25 % of the step" in some.headline
+    assert [(h.text, h.step_seconds) for h in some.suggestions] == [("memory enough to keep all activations", 9.0)]

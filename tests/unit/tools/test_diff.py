@@ -41,6 +41,14 @@ def test_moved_cuts_and_operations_are_named() -> None:
         ("stage 1 begins with", "blocks.1.first.linear", "blocks.0.last.linear"),
         ("side.linear", "in its range", "stage 1"),
     ]
+    levels = [replace(stage, recompute=level, num_segments=8) for stage, level in zip(one.stages, (3, "all"))]
+    some, every = replace(one, stages=tuple(levels)), replace(one, stages=(levels[1], levels[1]))
+    assert [(c.name, c.before, c.after) for c in difference(one, some).settings] == [
+        ("recomputing", "no stage", "stages 0 (3 of 8 segments), 1")
+    ]
+    assert [(c.before, c.after) for c in difference(some, every).settings] == [
+        ("stages 0 (3 of 8 segments), 1", "every stage")
+    ]
     again = difference(one, one)
     assert (again.settings, again.cuts, again.shardings, again.notes) == ((), (), (), ())
 

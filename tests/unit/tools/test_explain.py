@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from support.cli import invoke
@@ -34,6 +35,14 @@ def test_every_part_fits_into_80_columns() -> None:
     assert re.search("recom- +collec- +trans- +reduc- +opti-\n", narrow), narrow
     wide = rendered(explanation_parts(plan, explained(plan), 120), 120, color=False)
     assert re.search("compute +recomputation +collectives +transfers +bubble +reduction +optimizer +step", wide), wide
+
+
+def test_stages_that_recompute_are_named(folder: Path) -> None:
+    plan = by_hand([(1.0, 2.0)] * 2)
+    assert "recomputes" not in invoke("explain", saved(plan))[1]
+    some = replace(plan.stages[1], recompute=3, num_segments=8, recompute_seconds=0.5)
+    out = invoke("explain", saved(replace(plan, stages=(plan.stages[0], some))))[1]
+    assert re.search(r"^recomputes +stages 1 \(3 of 8 segments\)$", out, re.MULTILINE), out
 
 
 def test_broken_files(folder: Path) -> None:

@@ -31,7 +31,7 @@ from autopar.schedule.timeline import Span
 from autopar.tools.report.figure import save_figure
 from autopar.tools.report.plan_trace import trace_events
 from autopar.tools.report.simulate_table import numbers, simulation_parts
-from autopar.tools.report.simulation_picture import figure_of
+from autopar.tools.report.simulation_picture import bars, figure_of
 from autopar.tools.simulate.memory import memory_curve
 from autopar.tools.simulate.step import schedules_of, simulate_plan
 
@@ -338,6 +338,10 @@ def test_a_picture_has_what_the_step_has(tmp_path: Path) -> None:
     assert [t.get_text() for t in memory.get_legend().get_texts()] == ["rank 0", "rank 1"]
     assert [t.get_text() for t in rows.get_yticklabels()] == ["rank 0", "rank 1"]
     assert any("capacity" in t.get_text() for t in memory.texts)
+    again = [bar for bar in bars(simulate_plan(plan), simulate_plan(plan).positions[0]) if bar.kind == "recompute"]
+    seconds = [bar.end_seconds - bar.start_seconds for bar in again]
+    assert seconds == pytest.approx([plan.stages[0].recompute_seconds] * 4)
+    assert plan.stages[0].recompute_seconds == plan.stages[0].forward_seconds
     replicas = figure_of(simulate_plan(plan_of("replicas"))).axes[0]
     assert "reduction" in [t.get_text() for t in replicas.get_legend().get_texts()]
     save_figure(figure_of(simulate_plan(plan)), tmp_path / "step.png")
