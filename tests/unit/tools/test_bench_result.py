@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.explained_plans import by_hand
+from support.handmade import with_levels
 from torch import nn
 
+from autopar.ir.plan_parts import StageRecompute
 from autopar.ir.text import rendered
 from autopar.runtime.engine.executor import ActionTiming
 from autopar.schedule.actions import Action
 from autopar.tools.bench.baselines.registry import BASELINES
 from autopar.tools.bench.bubble import bubble_share
+from autopar.tools.bench.description import plan_label
 from autopar.tools.bench.flops import flops_per_image
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
 from autopar.tools.report.bench_picture import figure_of
@@ -34,6 +38,15 @@ def row_of(rate: float, bound: float) -> BenchRow:
         "autopar", "autopar", "", "", 2, median_seconds=8 / rate, samples_per_second=rate, tflops_per_device=1.0,
         peak_bytes=(1, 1), pipeline=pipeline,
     )  # fmt: skip
+
+
+def test_a_plan_s_label_says_how_much_recomputes() -> None:
+    plan = by_hand([(1.0, 2.0)] * 2)
+    cases: list[list[StageRecompute]] = [["none", "none"], ["all", "all"], [3, "none"]]
+    labels = [plan_label(with_levels(plan, levels)) for levels in cases]
+    assert labels == [
+        f"pp 2, 1f1b{words}, 8 microbatches of 8" for words in ("", ", recomputing", ", recomputing in part")
+    ]
 
 
 def test_rates_stand_beside_their_bars_and_never_on_a_mark() -> None:
