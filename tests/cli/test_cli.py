@@ -412,7 +412,8 @@ MIXED = ["own_models:Mixed", "--input", "image=4,6", "--input", "Tokens=4x5:int6
 
 
 def test_several_inputs_are_planned_checked_and_printed(user_models):
-    code, _, error = invoke("plan", *MIXED, "--batch", "6", "--hardware", "cpu-generic", "-o", "plan.json")
+    asked = "--batch", "6", "--dp", "2", "--hardware", "cpu-generic"
+    code, _, error = invoke("plan", *MIXED, *asked, "-o", "plan.json")
     assert code == 0, error
     inputs = autopar.Plan.load("plan.json").model.inputs
     assert [(i.name, i.shape, i.dtype) for i in inputs] == [("image", (6, 6), "float32"), ("tokens", (6, 5), "int64")]

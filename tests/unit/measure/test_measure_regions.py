@@ -190,6 +190,9 @@ def test_code_that_makes_or_times_regions_is_in_the_key(package: Path) -> None:
 # Modules that a worker imports and whose code changes no time: names, prices and errors; the start of processes; and
 # collectives, of which a `NullCommunicator` takes the place.
 NO_MATTER = {
+    "autopar.ir.activation",
+    "autopar.ir.network",
+    "autopar.ir.units",
     "autopar.errors",
     *(f"autopar.ir.{name}" for name in ("comm_sizes", "cost_graph", "grad_buckets", "hardware", "names")),
     "autopar.measure.workers",

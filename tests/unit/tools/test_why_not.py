@@ -168,9 +168,9 @@ def test_plans_that_cannot_be_planned_again(folder: Path, monkeypatch: pytest.Mo
 def test_a_users_own_model_is_planned_again(folder: Path) -> None:
     (folder / "why_models.py").write_text(USER_MODELS)
     asked = ("--input", "image=4,6", "--input", "Tokens=4x5:int64", "--hardware", "h200-nvlink")
-    code, _, error = invoke("plan", "why_models:Mixed", "--devices", "2", "--pp", "2", *asked, "-o", "plan.json")
+    code, _, error = invoke("plan", "why_models:Mixed", "--devices", "2", "--dp", "2", *asked, "-o", "plan.json")
     assert code == 0, error
-    (answer,) = reported("plan.json", "--why-not", "dp=2", "--model", "why_models:Mixed")["why_not"]
+    (answer,) = reported("plan.json", "--why-not", "pp=2", "--model", "why_models:Mixed")["why_not"]
     assert "--input image=4,6 --input Tokens=4,5:int64" in answer["command"], answer
 
 
