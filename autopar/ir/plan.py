@@ -24,11 +24,12 @@ from autopar.ir.plan_parts import (
     ModelInfo,
     Precision,
     Prediction,
+    ReduceDtype,
     ScheduleName,
     SolverInfo,
     Stage,
     ZeroStage,
-    zero_text,
+    replica_text,
 )
 from autopar.ir.plan_stages import stage_of_ops
 from autopar.ir.units import plural
@@ -51,6 +52,7 @@ class Plan:
             follows the layouts that it reads.
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
+        reduce_dtype: dtype in which gradients travel between replicas.
         seconds_without_limit: the step without the memory limit; None where that is hardly shorter, in plans made by
             hand and in older files.
 
@@ -73,6 +75,7 @@ class Plan:
     shardings: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
     zero: ZeroStage = 0
+    reduce_dtype: ReduceDtype = "float32"
     blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
@@ -101,7 +104,7 @@ class Plan:
         again = ", ".join(str(i) for i, stage in enumerate(self.stages) if stage.recompute == "all")
         recompute = f"; recomputing on stages {again}" if again else ""
         return (
-            f"{self.model.fingerprint}: {self.mesh}{zero_text(self.zero)}; {cuts}{moved}; {self.schedule}{chunks}, "
+            f"{self.model.fingerprint}: {self.mesh}{replica_text(self)}; {cuts}{moved}; {self.schedule}{chunks}, "
             f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"
         )
 

@@ -17,6 +17,7 @@ RequestedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # as requested; a stage has one of the first two
+ReduceDtype = Literal["float32", "bfloat16"]  # in which gradients travel between replicas
 ZeroStage = Literal[0, 1, 2]  # what replicas divide: nothing, optimizer state, that and gradients
 PriceSource = Literal["analytic", "measured"]
 CostSource = PriceSource | Literal["auto"]  # as requested
@@ -214,6 +215,12 @@ def zero_text(zero: ZeroStage) -> str:
     return f", ZeRO-{zero}" if zero else ""
 
 
+def replica_text(plan: PlanView) -> str:
+    """``, ZeRO-1, gradients reduced in bfloat16``, to follow a mesh; empty at stage 0 and in float32."""
+    reduced = f", gradients reduced in {plan.reduce_dtype}" if plan.reduce_dtype != "float32" else ""
+    return zero_text(plan.zero) + reduced
+
+
 class PlanView(Protocol):
     """Fields of `autopar.ir.plan.Plan`, which imports the modules that read them."""
 
@@ -247,6 +254,8 @@ class PlanView(Protocol):
     def strategies(self) -> Mapping[str, str]: ...
     @property
     def zero(self) -> ZeroStage: ...
+    @property
+    def reduce_dtype(self) -> ReduceDtype: ...
     @property
     def blocks(self) -> tuple[BlockSharding, ...]: ...
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.api.planning.costs import PlanCosts
-from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.strategies.enumerate import with_replicas
 from autopar.solve.joint.problem import Assignment, JointProblem, joint_seconds, stage_loads
 from autopar.solve.joint.solve import Joint, solve_joint
@@ -90,7 +89,7 @@ def joint_problem(costs: PlanCosts, decision: Decision) -> JointProblem:
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
     return JointProblem(
-        graph=with_replicas(graph, costs.graph, Sharing(cuts.tp, cuts.dp, decision.zero), costs.hardware),
+        graph=with_replicas(graph, costs.graph, costs.sharing(cuts.tp, cuts.dp, decision.zero), costs.hardware),
         stages=cuts.stages,
         microbatches=cuts.microbatches,
         capacity_bytes=cuts.capacity_bytes,

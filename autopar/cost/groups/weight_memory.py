@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
-from autopar.ir.graph import Weight
+from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import CollectiveKind, Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Sharing:
         dp: replicas.
         zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; at 2
             also their gradients only.
+        reduce_dtype: dtype in which gradients travel between replicas.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
     """
 
@@ -29,6 +30,7 @@ class Sharing:
     dp: int = 1
     zero: ZeroStage = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
+    reduce_dtype: ReduceDtype = "float32"
 
 
 UNSHARDED = Sharing()
@@ -107,15 +109,17 @@ def update_seconds(weight: Weight, hardware: Hardware) -> float:
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
     """Seconds that a weight takes between the last backward and the next forward.
 
-    They are its update, the cast to its compute copy, and the all-reduce of a gradient that is partial over the tensor
-    parallel ranks. Under ZeRO only the owner updates and casts. At stage 2 it also moves the reduced gradient out of
-    the buffer in which it came.
+    They are its update, the casts to its compute copy and of a gradient that travels in another dtype, and the
+    all-reduce of a gradient that is partial over the tensor parallel ranks. Under ZeRO only the owner updates and
+    casts. At stage 2 it also moves the reduced gradient out of the buffer in which it came.
     """
     stored = weight.stored_bytes
     seconds = update_seconds(weight, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
-    if sharing.zero == 2:
+    if (wire := wire_bytes(weight, sharing)) < stored and sharing.dp > 1:
+        seconds += hardware.traffic_seconds(stored + wire) * (1 + 1 / state_ranks(sharing))
+    elif sharing.zero == 2:
         seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
@@ -128,21 +132,34 @@ def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> floa
     Under ZeRO a reduce-scatter of the gradient, and an all-gather of the updated weight (of its compute copy, if
     there is one) during the next forward.
     """
-    ranks, stride = sharing.dp, sharing.tp
+    ranks, stride, wire = sharing.dp, sharing.tp, wire_bytes(weight, sharing)
+    bucket = BUCKET_BYTES * wire / (weight.stored_bytes or 1)  # as it travels
     if not sharing.zero:
-        return bucket_share_seconds("all-reduce", weight.stored_bytes, hardware, ranks, stride)
-    scatter = bucket_share_seconds("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
+        return bucket_share_seconds("all-reduce", wire, hardware, ranks, stride, bucket)
+    scatter = bucket_share_seconds("reduce-scatter", wire, hardware, ranks, stride, bucket)
     return scatter + bucket_share_seconds("all-gather", weight.num_bytes, hardware, ranks, stride)
+
+
+def wire_bytes(weight: Weight, sharing: Sharing) -> int:
+    """Bytes of a weight's gradient as it travels between replicas."""
+    if sharing.reduce_dtype == "float32":
+        return weight.stored_bytes
+    return min(weight.stored_bytes, DTYPE_BYTES[sharing.reduce_dtype] * weight.numel)
 
 
 def replica_traffic_bytes(weight: Weight, sharing: Sharing) -> int:
     """Bytes of a weight that collectives between replicas move: gradient and, under ZeRO, updated weight."""
-    return weight.stored_bytes + (weight.num_bytes if sharing.zero else weight.stored_bytes)
+    wire = wire_bytes(weight, sharing)
+    return wire + (weight.num_bytes if sharing.zero else wire)
 
 
 def bucket_share_seconds(
-    kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1
+    kind: CollectiveKind,
+    num_bytes: float,
+    hardware: Hardware,
+    ranks: int,
+    stride: int = 1,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> float:
     """A tensor's share of the seconds of full buckets: the latency counts in proportion to its bytes."""
-
-    return hardware.collective_seconds(kind, BUCKET_BYTES, ranks, stride) * num_bytes / BUCKET_BYTES
+    return hardware.collective_seconds(kind, bucket_bytes, ranks, stride) * num_bytes / bucket_bytes

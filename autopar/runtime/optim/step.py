@@ -13,6 +13,7 @@ from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.protocols import FlagChannel, Transport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
+from autopar.runtime.comm.wire_buffers import WireBuffers, wire_buffers
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
@@ -45,12 +46,16 @@ class Updater:
         buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
         self.grad_reducer: GradReducer | ShardedGrads | None = None
         self.zero_gather: ZeroParamGather | None = None
+        self.wire: WireBuffers | None = None
         if not replicated:
             self.grad_buffer: GradBuffer | ShardedGrads = GradBuffer(trainable, buckets)
         else:
-            largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
-            ranks, replica = spec.replica_ranks, spec.place.replica
-            collectives = ReplicaCollectives(transport, ranks, torch.device(spec.device), largest)
+            ranks, replica, device = spec.replica_ranks, spec.place.replica, torch.device(spec.device)
+            self.wire = wire_buffers(buckets, spec.reduce_dtype, device)
+            # Owners' masters are gathered in their own dtype, through the same symmetric memory.
+            most = self.wire.dtype.itemsize if self.wire is not None and not spec.owners else inf
+            largest = max(b.longest_segment * b.num_segments * min(b.dtype.itemsize, most) for b in buckets)
+            collectives = ReplicaCollectives(transport, ranks, device, int(largest), self.wire)
             if spec.zero == 2:
                 self.grad_buffer = ShardedGrads(trainable, buckets, ranks, replica, flags, collectives)
                 self.grad_reducer = self.grad_buffer
@@ -214,6 +219,11 @@ class Updater:
     def learning_rates(self) -> list[float]:
         """Learning rate of each parameter group of the whole model, the same on all ranks."""
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def standing_bytes(self) -> int:
+        """Bytes of optimizer state and gradients that are allocated between steps."""
+        wire = self.wire.num_bytes if self.wire is not None else 0
+        return self.state_bytes() + self.grad_buffer.num_bytes + wire
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state."""

@@ -99,13 +99,14 @@ def plan_hardware(plan: Plan, file: str | None) -> Hardware:
 def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, Any]:
     """Keyword arguments of `autopar.plan` for a question.
 
-    Of the plan only its precision, its kind of cost and its memory limit are kept; the question's constraints are
-    added. The schedule is `autopar.plan`'s default, or any schedule if the plan or the question has several chunks per
-    rank.
+    Of the plan only its precision, its dtype of gradients between replicas, its kind of cost and its memory limit are
+    kept; the question's constraints are added. The schedule is `autopar.plan`'s default, or any schedule if the plan or
+    the question has several chunks per rank.
     """
     # Only prices of one kind compare, and an answer measures nothing.
     fixed: dict[str, Any] = {
-        "precision": plan.precision, "cost": "auto" if plan.hardware.cost == "measured" else "analytic"
+        "precision": plan.precision, "reduce_dtype": plan.reduce_dtype,
+        "cost": "auto" if plan.hardware.cost == "measured" else "analytic",
     }  # fmt: skip
     if plan.hardware.memory_bytes != hardware.memory_bytes:
         fixed["memory"] = plan.hardware.memory_bytes

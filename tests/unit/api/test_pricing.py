@@ -17,7 +17,7 @@ from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -116,11 +116,19 @@ def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> Non
     assert max(s.optimizer_seconds for s in plan.stages) <= plan.prediction.optimizer_seconds
 
 
-@pytest.mark.parametrize(("replicas", "zero", "num_bytes"), [(1, 0, 0), (2, 1, 8), (4, 1, 8), (4, 0, 8)])
-def test_what_replicas_exchange_drags_a_step(replicas: int, zero: ZeroStage, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "zero", "reduce_dtype", "num_bytes"),
+    [
+        (1, 0, "float32", 0), (2, 1, "float32", 8), (4, 1, "float32", 8), (4, 0, "float32", 8),
+        (1, 0, "bfloat16", 0), (4, 0, "bfloat16", 4), (4, 2, "bfloat16", 6),
+    ],
+)  # fmt: skip
+def test_what_replicas_exchange_drags_a_step(
+    replicas: int, zero: ZeroStage, reduce_dtype: ReduceDtype, num_bytes: int
+) -> None:
     """Beside compute it is hidden, and costs time by its bytes nevertheless."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     graph = trace(model.to("meta"), (torch.empty(32, 64, device="meta"),), {}, "train", "mlp")
     machine = replace(load_hardware("h200-nvlink"), replica_bytes_per_second=1e9)
-    for weight in PlanCosts(graph, machine).unsharded(replicas, zero, 8).cost.weights:
+    for weight in PlanCosts(graph, machine, reduce_dtype).unsharded(replicas, zero, 8).cost.weights:
         assert weight.contention_seconds == pytest.approx(num_bytes * weight.numel / 1e9)

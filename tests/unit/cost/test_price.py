@@ -305,6 +305,14 @@ SHARES = {
         Sharing(dp=2, zero=2),
         (128 + 64 + 128, 2 * (64e-6 + 1e-3 * 128 / BUCKET), 512e-9 + 128e-9),
     ),
+    "bfloat16 between replicas": (
+        Sharing(dp=2, reduce_dtype="bfloat16"),
+        (512, 64e-6 + 1e-3 * 128 / BUCKET, 1024e-9 + 2 * (128 + 64) * 1e-9),
+    ),
+    "ZeRO-2, bfloat16 between replicas": (
+        Sharing(dp=2, zero=2, reduce_dtype="bfloat16"),
+        (128 + 64 + 128, 32e-6 + 64e-6 + 2 * 1e-3 * 128 / BUCKET, 512e-9 + 1.5 * (128 + 64) * 1e-9),
+    ),
     "summed over shards": (
         Sharing(tp=2, storage={"fc1.weight": broadcast_layout()}),
         (512, 0.0, 1024e-9 + 128e-6 + 1e-3 * 128 / BUCKET),
