@@ -121,6 +121,10 @@ def test_zero2_leaves_room_for_larger_microbatches() -> None:
     plan = meshed(asked, memory=memory)
     assert (plan.zero, plan.microbatches) == (1, 4)  # as fast as one microbatch, by these costs
     assert meshed(replace(asked, microbatches=1), memory=memory).zero == 2
+    whole = replace(asked, microbatches=1, recompute="auto")
+    assert meshed(replace(whole, zero=1), memory=memory).stages[0].recompute == "all"
+    plan = meshed(whole, memory=memory)
+    assert (plan.zero, plan.stages[0].recompute) == (2, "none")
 
 
 def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
