@@ -79,7 +79,7 @@ def test_predicted_peaks_are_measured_ones(cut: int, levels: Sequence[Any]) -> N
     pp, microbatches = len(levels), 4 if cut else 1
     size = 32 // microbatches
     graph = with_optimizer(lower_model(model, as_call(model, x).first(size), "train", "", "fp32"), ADAMW)
-    cost = PlanCosts(graph, load_hardware("cpu-generic")).unsharded(1, False, size).cost
+    cost = PlanCosts(graph, load_hardware("cpu-generic")).unsharded(1, 0, size).cost
     stage_of = tuple(int(g >= cut > 0) for g in range(len(cost.groups)))
     plan = plan_by_hand(model, x, microbatches, [cost.groups[cut].ops[0]] if cut else [])
     numbers = [0 if level == "none" else level for level in levels]

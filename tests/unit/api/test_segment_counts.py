@@ -27,7 +27,7 @@ def test_sharded_stages_have_the_segments_that_were_planned(name: str) -> None:
         model, images = timm.create_model(name), torch.empty(8, 3, 224, 224)
     graph = trace(model, (images,))
     costs = PlanCosts(graph, load_hardware("h200-nvlink"))
-    priced = costs.priced(2, 1, False, 8, 2, 0)
+    priced = costs.priced(2, 1, 0, 8, 2, 0)
     assert priced is not None and priced.strategies
     whole = costs.sharded(2, 8, priced.strategy_index).graph
     for cut in range(3, priced.cost.loss, 14):
