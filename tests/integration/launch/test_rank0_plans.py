@@ -73,7 +73,7 @@ if rank == 1:  # its clock would end the solver at once, if it planned
     planning.search = hurried
 
 trained(pp=2, microbatches=4)
-trained()
+trained(dp=2)
 write()
 """
 
