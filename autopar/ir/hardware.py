@@ -13,7 +13,7 @@ from math import inf, log2
 from typing import Literal
 
 from autopar.errors import HardwareError
-from autopar.ir.network import CollectiveKind, Network, members_per_node
+from autopar.ir.network import CollectiveKind, Network, Port, members_per_node
 
 OpKind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
 COMPUTE_KINDS: tuple[OpKind, ...] = ("matmul", "attention", "convolution", "depthwise")
@@ -36,6 +36,18 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """Time of one point-to-point message, α + bytes/β."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+def ring_link(port: Port, inside: Link | None) -> Link:
+    """The link of a ring through several nodes, which pipelines its chunks: the slower of port and link.
+
+    Args:
+        port: between nodes, with all that the members of a node have of it.
+        inside: between members of one node; None where a node has one member.
+    """
+    if inside is None:
+        return Link(port.latency_seconds, port.bytes_per_second)
+    return Link(max(port.latency_seconds, inside.latency_seconds), min(port.bytes_per_second, inside.bytes_per_second))
 
 
 def ring_share(kind: CollectiveKind, ranks: int) -> float:
@@ -206,9 +218,6 @@ class Hardware:
     def group_link(self, kind: CollectiveKind, ranks: int, stride: int) -> Link:
         """The link of a group of ranks at equal distances that starts with a node's first rank.
 
-        Between nodes it is the slower of the members' share of the ports and of the links between members of one node:
-        a ring pipelines its chunks over both.
-
         Raises:
             HardwareError: the group crosses nodes and the machine's file has no network.
         """
@@ -218,11 +227,8 @@ class Hardware:
         port = self.network_between(0, last).group_port(kind, ranks, stride, self.devices_per_node)
         members = members_per_node(ranks, stride, self.devices_per_node)
         if members == 1 or self.collective is None:
-            return Link(port.latency_seconds, port.bytes_per_second)
-        inside = self.node_link(self.collective, kind, members)
-        return Link(
-            max(port.latency_seconds, inside.latency_seconds), min(port.bytes_per_second, inside.bytes_per_second)
-        )
+            return ring_link(port, None)
+        return ring_link(port, self.node_link(self.collective, kind, members))
 
     def node_link(self, collective: Link, kind: CollectiveKind, ranks: int) -> Link:
         """The link of a group inside a node: measured for its size, interpolated between two measured sizes in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -22,8 +23,10 @@ class ProfileSetting:
 
     Args:
         threads: of each process, on CPU; 0 on GPUs.
-        devices: processes that measured at the same time.
-        node_devices: devices of the machine; on CPU equal to ``devices``.
+        devices: processes of a node that measured at the same time.
+        node_devices: devices of a node; on CPU equal to ``devices``.
+        nodes: number of nodes, each with as many processes.
+        peer_access: each of the node's devices reaches the memory of all others.
     """
 
     device: str
@@ -32,6 +35,8 @@ class ProfileSetting:
     threads: int
     devices: int
     node_devices: int
+    nodes: int = 1
+    peer_access: bool = True
 
     def differences(self, other: ProfileSetting) -> str:
         """Fields in which another setting differs, in words; empty where the two are equal."""
@@ -72,11 +77,15 @@ class RegionSetting:
 
 
 def profile_setting(machine: Machine, devices: int) -> ProfileSetting:
-    """The setting of ``autopar profile`` on so many devices of a machine."""
+    """The setting of ``autopar profile`` on so many devices of a node."""
+    nodes = machine.launched.num_nodes if machine.launched else 1
     if machine.device_type == "cuda":
-        name, node_devices = torch.cuda.get_device_name(), torch.cuda.device_count()
-        return ProfileSetting(name, "cuda", torch.__version__, 0, devices, node_devices)
-    return ProfileSetting(cpu_name(), "cpu", torch.__version__, machine.num_threads, devices, devices)
+        gpus = torch.cuda.device_count()  # a launcher may show each process one
+        pairs = permutations(range(gpus), 2)
+        peers = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        name = torch.cuda.get_device_name()
+        return ProfileSetting(name, "cuda", torch.__version__, 0, devices, max(gpus, devices), nodes, peers)
+    return ProfileSetting(cpu_name(), "cpu", torch.__version__, machine.num_threads, devices, devices, nodes)
 
 
 def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> RegionSetting:

@@ -38,11 +38,17 @@ Emit = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A worker's rank, the number of workers, and this worker's device."""
+    """A worker's rank, the number of workers, this worker's device, and nodes that have equally many workers each."""
 
     rank: int
     world: int
     device: torch.device
+    nodes: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """Number of workers on each node."""
+        return self.world // self.nodes
 
     @staticmethod
     def current(device_type: str) -> WorkerContext:

@@ -22,6 +22,7 @@ UNITS: Mapping[str, Mapping[str, float]] = {
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
     "share": {"1": 1.0, "%": 1e-2},  # at most 1
     "ratio": {"1": 1.0, "%": 1e-2},
+    "count": {"1": 1.0},  # written as a plain whole number
 }
 
 

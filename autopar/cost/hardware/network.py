@@ -17,7 +17,7 @@ Numbers have unit, source, date and error as all others; here they are shortened
     [network.all-reduce]   # or another kind of collective, by default as [network]: what a port carries in it
     bandwidth = 46 GB/s
     latency = 40 us
-    hop = 5 us
+    hop = 5 us             # by default that of [network]
 
     [network.rail]         # or [network.leaf], or none: nodes behind one layer of switches
     nodes = 32
@@ -62,11 +62,14 @@ def read_network(table: Table) -> Network:
     names = [name for name in LEVELS if table.has(name)]
     if "leaf" in names and "rail" in names:
         raise table.fail("rail", "contradicts network.leaf: ports of a node have one switch or several. Give one.")
+    port = read_port(table, 0.0)
     network = Network(
-        port=read_port(table),
+        port=port,
         ports=table.whole("ports", 1) if table.has("ports") else inf,
         collectives={
-            kind: read_finished_port(table.table(kind)) for kind in get_args(CollectiveKind) if table.has(kind)
+            kind: read_kind_port(table.table(kind), port.hop_seconds)
+            for kind in get_args(CollectiveKind)
+            if table.has(kind)
         },
         levels=tuple(read_level(name, table.table(name)) for name in names),
     )
@@ -78,18 +81,18 @@ def read_network(table: Table) -> Network:
     return network
 
 
-def read_port(table: Table) -> Port:
-    """Latency, bandwidth and time of a hop of a port."""
+def read_port(table: Table, hop_seconds: float) -> Port:
+    """Latency, bandwidth and time of a hop of a port; ``hop_seconds`` where the table has none."""
     return Port(
         table.number("latency", "seconds", zero=True),
         table.number("bandwidth", "bytes per second"),
-        table.number("hop", "seconds", zero=True) if table.has("hop") else 0.0,
+        table.number("hop", "seconds", zero=True) if table.has("hop") else hop_seconds,
     )
 
 
-def read_finished_port(table: Table) -> Port:
-    """The port of a table that has no other fields."""
-    port = read_port(table)
+def read_kind_port(table: Table, hop_seconds: float) -> Port:
+    """The port of one kind of collective."""
+    port = read_port(table, hop_seconds)
     table.finish()
     return port
 

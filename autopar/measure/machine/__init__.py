@@ -9,6 +9,7 @@ Files in reading order:
     collectives.py          runs of several ranks; async_tp.py: linear layers with a collective
     worker.py               measures the cases in one process per device
     measure.py              starts the processes; resume.py keeps the points of an interrupted run
-    fit_constants.py        constants from points, by curves.py and least_squares.py
+    launched.py             measures with the processes of torchrun or srun
+    fit_constants.py        constants.py from points, by curves.py and least_squares.py; fit_network.py: between nodes
     write_cost_model.py     the file; preserved.py: sections of the old file that are not measured
 """

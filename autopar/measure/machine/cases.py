@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
@@ -16,12 +16,15 @@ PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overla
 Fusion = Literal["", "unfused", "fused"]  # a linear layer and its collective: two operators, or one
 FUSIONS: tuple[Fusion, ...] = ("unfused", "fused")
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
-# Values of --only, in the order of measuring.
+# In the order of measuring.
 POINT_KINDS: tuple[PointKind, ...] = (
     "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "overlap",
 )  # fmt: skip
+NETWORK = "network"  # category of all cases between nodes
+CATEGORIES = (*POINT_KINDS, NETWORK)  # values of --only
 KIB, MIB = 2**10, 2**20
 SIZES_TEXT = re.compile(r"\d+(x\d+)*")
+GROUP_TEXT = re.compile(r" (\d+) ranks(?: over (\d+) nodes)?$")
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,14 @@ class Case:
     """One measurement to make.
 
     Args:
-        variant: of the kind, such as "forward", "gelu" or "all_gather_linear".
+        variant: of the kind, such as "forward", "gelu" or "all_gather_linear"; of messages between nodes the level that
+            they cross, such as "leaf", empty for none.
         sizes: their meaning depends on the kind, see `Sizes`.
-        ranks: of the group of a collective, 2 for a message, otherwise 1.
+        ranks: of the group of a collective, 2 for a message, otherwise 1. Between nodes, senders and receivers.
         fusion: of the kind "overlap"; otherwise empty.
+        nodes: over which the ranks are spread evenly. Of several nodes, each has one rank of a collective's group or
+            all its ranks; with one, all groups of its shape run at the same time. Nodes of the first half send
+            messages to those of the second half.
     """
 
     kind: PointKind
@@ -41,15 +48,23 @@ class Case:
     sizes: tuple[int, ...] = ()
     ranks: int = 1
     fusion: Fusion = ""
+    nodes: int = 1
 
     @property
     def name(self) -> str:
-        """Text that identifies the case, such as ``matmul forward float32 64x256x256`` or ``all-reduce 1024 4 ranks``.
+        """Text that identifies the case, such as ``matmul forward float32 64x256x256``, ``all-reduce 1024 4 ranks`` or
+        ``all-reduce 1024 4 ranks over 2 nodes``.
 
         Files of points hold it.
         """
         sizes, group = "x".join(map(str, self.sizes)), f"{self.ranks} ranks" if self.ranks > 1 else ""
+        group += f" over {self.nodes} nodes" if self.nodes > 1 else ""
         return " ".join(t for t in (self.kind, self.variant, self.fusion, self.dtype, sizes, group) if t)
+
+    @property
+    def category(self) -> str:
+        """Value of --only that measures the case."""
+        return NETWORK if self.nodes > 1 else self.kind
 
     @staticmethod
     def from_name(kind: PointKind, name: str, dtype: str, ranks: int) -> Case:
@@ -58,12 +73,15 @@ class Case:
         Raises:
             ValueError: it is not the name of a case of that kind, dtype and number of ranks.
         """
-        words = name.removesuffix(f" {ranks} ranks").split()[1:]
+        group = GROUP_TEXT.search(name)
+        words = (name[: group.start()] if group else name).split()[1:]
         sizes = tuple(map(int, words.pop().split("x"))) if words and SIZES_TEXT.fullmatch(words[-1]) else ()
         if dtype and words and words[-1] == dtype:
             words.pop()
         fusion: list[Fusion] = [f for f in FUSIONS if f in words[-1:]]
-        case = Case(kind, " ".join(words[: len(words) - len(fusion)]), dtype, sizes, ranks, *fusion)
+        nodes = int(group[2] or 1) if group else 1
+        variant = " ".join(words[: len(words) - len(fusion)])
+        case = Case(kind, variant, dtype, sizes, ranks, fusion[0] if fusion else "", nodes)
         if case.name != name:
             raise ValueError(f"{name!r} is not the name of a {kind} case in {dtype or 'any dtype'} on {ranks} ranks")
         return case
@@ -85,7 +103,8 @@ class Sizes:
         memory: elements.
         memory_dtypes: of memory-bound operations.
         optimizer: parameters, in 16 tensors.
-        message: bytes.
+        message: bytes, inside a node.
+        network: bytes, between nodes.
         overlap: tokens, features in and features out of whole linear layers that ranks share.
     """
 
@@ -100,6 +119,7 @@ class Sizes:
     memory_dtypes: tuple[str, ...]
     optimizer: tuple[int, ...]
     message: tuple[int, ...]
+    network: tuple[int, ...]
     overlap: tuple[tuple[int, int, int], ...] = ()
 
 
@@ -122,6 +142,7 @@ CPU = Sizes(
     memory_dtypes=("float32",),
     optimizer=(MIB, 4 * MIB, 8 * MIB),
     message=(KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+    network=(KIB, 64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB),
 )  # fmt: skip
 CUDA = Sizes(
     dtypes=("float32", "bfloat16", "float16"),
@@ -149,6 +170,7 @@ CUDA = Sizes(
     memory_dtypes=("float32", "bfloat16"),
     optimizer=(4 * MIB, 32 * MIB, 256 * MIB),
     message=(KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB),
+    network=(KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB),
     overlap=((6304, 768, 3072), (25216, 1024, 4096)),
 )  # fmt: skip
 SIZES = {"cpu": CPU, "cuda": CUDA}
@@ -156,9 +178,30 @@ MEMORY_BOUND_OPS = ("add", "gelu", "layer_norm")
 LAUNCHES: tuple[LaunchKind, ...] = get_args(LaunchKind)
 
 
-def cases(device_type: str, devices: int) -> tuple[Case, ...]:
-    """All cases of a cost model for so many devices, in the order of measuring."""
-    return tuple(sorted(unordered_cases(SIZES[device_type], devices), key=lambda case: POINT_KINDS.index(case.kind)))
+def cases(device_type: str, devices: int, nodes: int = 1, levels: Mapping[str, int] | None = None) -> tuple[Case, ...]:
+    """All cases of a cost model, in the order of measuring.
+
+    Args:
+        devices: of each node.
+        levels: nodes of a level's groups, by its name in the file.
+    """
+    sizes = SIZES[device_type]
+    local = sorted(unordered_cases(sizes, devices), key=lambda case: POINT_KINDS.index(case.kind))
+    return *local, *network_cases(sizes.network, devices, nodes, levels or {})
+
+
+def network_cases(sizes: Sequence[int], devices: int, nodes: int, levels: Mapping[str, int]) -> Iterator[Case]:
+    """Cases between nodes: messages of one rank and of all ranks of a node, and collectives of one rank of each node
+    and of all ranks, over 2, 4, … and all nodes. Levels are measured whose groups are at most half of the nodes."""
+    per_node = sorted({1, devices})
+    if nodes > 1:
+        yield from (Case("point-to-point", "", "", (size,), 2 * m, nodes=2) for m in per_node for size in sizes)
+    for name, group in levels.items():
+        if 2 * group <= nodes:
+            ranks = 2 * group * devices
+            yield from (Case("point-to-point", name, "", (size,), ranks, nodes=2 * group) for size in sizes)
+    for kind, num_nodes, m in product(COLLECTIVES, group_sizes(nodes), per_node):
+        yield from (Case(kind, "", "", (size,), num_nodes * m, nodes=num_nodes) for size in sizes)
 
 
 def unordered_cases(sizes: Sizes, devices: int) -> Iterator[Case]:

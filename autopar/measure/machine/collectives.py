@@ -36,7 +36,9 @@ class RankGroups:
     """Communicators between workers, created when they are first used. The default group carries control alone."""
 
     worker: WorkerContext
-    communicators: dict[int, GroupCommunicator | SymmetricCommunicator] = field(default_factory=dict)
+    communicators: dict[tuple[tuple[int, ...], ...], GroupCommunicator | SymmetricCommunicator | None] = field(
+        default_factory=dict
+    )
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank."""
@@ -44,19 +46,44 @@ class RankGroups:
         dist.all_gather_object(values, value)
         return values
 
-    def communicator(self, ranks: int) -> GroupCommunicator | SymmetricCommunicator:
-        """The communicator of the first ``ranks`` ranks. A collective call; only those ranks may use the result."""
-        if ranks not in self.communicators:
-            members, rank, device = tuple(range(ranks)), self.worker.rank, self.worker.device
+    def communicator(self, case: Case) -> GroupCommunicator | SymmetricCommunicator | None:
+        """The communicator of this rank's group of a case; None outside of its groups. A collective call."""
+        groups = rank_groups(case, self.worker.per_node)
+        if groups not in self.communicators:
+            rank, device = self.worker.rank, self.worker.device
             cuda = device.type == "cuda"
-            group = dist.new_group(list(members), timeout=TIMEOUT, backend="nccl" if cuda else "gloo")
-            if cuda and have_peer_access(gather_peer_access(device, self.worker.world, None)[:ranks]):
-                pool = SymmetricBufferPool(rank, device, group)
-                self.communicators[ranks] = SymmetricCommunicator(rank, ranks, pool)
-            else:
-                self.communicators[ranks] = GroupCommunicator("measured", members, rank, group)
-            register(axis_name(ranks), self.communicators[ranks])
-        return self.communicators[ranks]
+            access = gather_peer_access(device, self.worker.world, None) if cuda and case.nodes == 1 else []
+            communicator: GroupCommunicator | SymmetricCommunicator | None = None
+            for members in groups:  # all ranks create all groups
+                group = dist.new_group(list(members), timeout=TIMEOUT, backend="nccl" if cuda else "gloo")
+                if rank not in members:
+                    continue
+                if access and have_peer_access(access[: len(members)]):
+                    communicator = SymmetricCommunicator(rank, len(members), SymmetricBufferPool(rank, device, group))
+                else:
+                    communicator = GroupCommunicator("measured", members, rank, group)
+            if communicator is not None and case.nodes == 1:
+                register(axis_name(case.ranks), communicator)
+            self.communicators[groups] = communicator
+        return self.communicators[groups]
+
+
+def rank_groups(case: Case, per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that run a case at the same time. Ranks fill nodes in order.
+
+    Args:
+        per_node: ranks of each node.
+    """
+    if case.nodes == 1:
+        return (tuple(range(case.ranks)),)
+    members = case.ranks // case.nodes
+    if case.kind == "point-to-point":
+        half = case.nodes // 2
+        senders = [node * per_node + i for node in range(half) for i in range(members)]
+        return tuple((rank, rank + half * per_node) for rank in senders)
+    if members > 1:
+        return (tuple(range(case.ranks)),)
+    return tuple(tuple(range(i, case.nodes * per_node, per_node)) for i in range(per_node))
 
 
 def axis_name(ranks: int) -> str:
@@ -65,26 +92,32 @@ def axis_name(ranks: int) -> str:
 
 
 def time_communication(case: Case, groups: RankGroups) -> Timing | None:
-    """Time of a message, a collective, or a linear layer with one; None on ranks outside the group, which wait.
+    """Time of a message, a collective, or a linear layer with one; None on ranks outside the groups, which wait.
 
     GPUs launch it from a CUDA graph, as training steps do. Launched from Python, the time of a small one would be the
     host's.
     """
-    worker, communicator = groups.worker, groups.communicator(case.ranks)
-    is_member = worker.rank < case.ranks
-    if is_member:
+    worker, communicator = groups.worker, groups.communicator(case)
+    run: Workload = do_nothing
+    if communicator is not None:
         communicator.reserve(symmetric_buffer_bytes(case) if case.kind == "overlap" else case.ranks * case.sizes[0])
-    run: Workload = COMMUNICATION_BUILDERS[case.kind](case, worker, communicator) if is_member else lambda: None
+        leaves_node = case.kind == "point-to-point" and case.nodes > 1
+        run = (acknowledged_message if leaves_node else COMMUNICATION_BUILDERS[case.kind])(case, worker, communicator)
     for _ in range(2):
         run()
     # Clocks differ, and all ranks of the group must run equally often: the slowest rank's time decides.
     probe_seconds = max(groups.all_gather_objects(mean_seconds([run], PROBE_RUNS, worker.device)))
-    if not is_member:
+    if communicator is None:
         return None
     inner = REPEAT_FACTOR[worker.device.type] * inner_runs(probe_seconds, worker.device)
     time = time_captured if worker.device.type == "cuda" else time_repeats
     timing = time([run], worker.device, inner)
-    return Timing(timing.seconds / 2, timing.spread) if case.kind == "point-to-point" else timing
+    there_and_back = case.kind == "point-to-point" and case.nodes == 1
+    return Timing(timing.seconds / 2, timing.spread) if there_and_back else timing
+
+
+def do_nothing() -> None:
+    """Work of ranks outside of a case's groups."""
 
 
 def communication_op_counts(case: Case) -> tuple[OpCounts, ...]:
@@ -125,6 +158,26 @@ def ping_pong(case: Case, worker: WorkerContext, communicator: Any) -> Workload:
     def run() -> None:
         for step in (send, receive) if worker.rank == 0 else (receive, send):
             step()
+
+    return run
+
+
+def acknowledged_message(case: Case, worker: WorkerContext, communicator: Any) -> Workload:
+    """A message to the partner on another node, which answers with a few bytes.
+
+    All messages go one way, so that those of several senders share what carries them.
+    """
+    message, answer = message_tensor(case, worker), torch.zeros(1, device=worker.device)
+    sender, receiver = communicator.members
+    group = communicator.group
+
+    def run() -> None:
+        if worker.rank == sender:
+            dist.send(message, receiver, group=group)
+            dist.recv(answer, receiver, group=group)
+        else:
+            dist.recv(message, sender, group=group)
+            dist.send(answer, sender, group=group)
 
     return run
 

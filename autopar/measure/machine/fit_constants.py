@@ -10,7 +10,7 @@ that is one measurement carries the spread of its repeats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES
+from autopar.measure.machine.constants import Constant, fitted_constant, row_errors
 from autopar.measure.machine.curves import (
     MIN_ERROR,
     UNKNOWN_ERROR,
@@ -31,35 +32,11 @@ from autopar.measure.machine.curves import (
     compute_curve,
     traffic_curve,
 )
+from autopar.measure.machine.fit_network import network_constants
 from autopar.measure.machine.least_squares import FitRow, fit_coefficients
 from autopar.measure.machine.points import MeasuredPoint
 
 NORM = "layer_norm"  # compiled programs fuse it, so its points only give a note
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A number of a cost model.
-
-    Args:
-        path: of its field in the file, such as ("launch", "plain").
-        value: in SI base units.
-        quantity: key of `autopar.cost.hardware.cost_file.UNITS`.
-        error: relative; of large points.
-        num_points: number of points in the fit; 0 for an assumption.
-        error_of_all: relative error of large and small points.
-        assumption: why this value was assumed instead of measured; empty if it was measured.
-        note: remark that the file repeats.
-    """
-
-    path: tuple[str, ...]
-    value: float
-    quantity: str
-    error: float
-    num_points: int
-    error_of_all: float = 0.0
-    assumption: str = ""
-    note: str = ""
 
 
 def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Constant, ...]:
@@ -82,16 +59,17 @@ def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Const
         constants += link_constants(("link",), "point-to-point", rows)
         constants += collective_constants(points)
         constants += overlap_constants(points, DeviceCurves(launch_seconds, traffic.curve), constants)
+    constants += network_constants(points, setting, constants)
     return tuple(constants)
 
 
 def points_of_kind(points: Sequence[MeasuredPoint], kind: str, dtype: str = "") -> list[MeasuredPoint]:
-    """The points of a kind, of all dtypes or of one.
+    """The points of a kind inside a node, of all dtypes or of one.
 
     Raises:
         UsageError: there is no such point.
     """
-    matching = [p for p in points if p.kind == kind and dtype in ("", p.dtype)]
+    matching = [p for p in points if p.case.category == kind and dtype in ("", p.dtype)]
     if not matching:
         what = f"{kind} in {dtype}" if dtype else kind
         raise UsageError(f"A cost model needs {what}, of which there is no measurement. Measure it with --only {kind}.")
@@ -232,11 +210,6 @@ def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float, device
     return constants
 
 
-def fitted_constant(path: tuple[str, ...], value: float, quantity: str, errors: FitErrors) -> Constant:
-    """A constant with the errors of its fit."""
-    return Constant(path, value, quantity, errors.error, len(errors.values), errors.error_of_all)
-
-
 def optimizer_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     """Bytes per second of a fused AdamW step. Points of large models weigh more."""
     optimizer_points = points_of_kind(points, "optimizer")
@@ -247,18 +220,12 @@ def optimizer_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     return [fitted_constant(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", errors)]
 
 
-def row_errors(rows: Sequence[FitRow], solution: Sequence[float]) -> FitErrors:
-    """Relative errors of a solution; all rows count as large."""
-    values = tuple(abs(sum(c * x for c, x in zip(row.columns, solution)) / row.seconds - 1) for row in rows)
-    return FitErrors(values, (True,) * len(values), len(solution))
-
-
 def collective_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     """Latency and bandwidth of each kind and group size, and defaults that are fitted to all-reduces of all sizes."""
     constants = link_constants(("collective",), "all-reduce", ring_rows(points_of_kind(points, "all-reduce")))
     for kind in COLLECTIVES:
         for ranks in sorted({p.ranks for p in points_of_kind(points, kind)}):
-            rows = ring_rows([p for p in points if p.kind == kind and p.ranks == ranks])
+            rows = ring_rows([p for p in points_of_kind(points, kind) if p.ranks == ranks])
             constants += link_constants(("collective", kind, str(ranks)), kind, rows)
     return constants
 

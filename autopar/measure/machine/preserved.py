@@ -20,7 +20,6 @@ from autopar.cost.hardware.load import (
 from autopar.cost.hardware.network import read_network
 from autopar.errors import HardwareError
 
-LINK_FIELDS = ("ports", "peer_access")  # of [link]
 READERS = {"reserve": read_reserve, "overlap": read_overlap, "network": read_network, "calibration": read_calibration}
 
 
@@ -43,11 +42,24 @@ class PreservedSections:
         Args:
             measured: path of each measured number.
         """
+        measured = set(measured)
+        if any(path[0] == "network" and path[-1] == "hop" for path in measured):  # one for each kind of collective
+            measured.add(("network", "hop"))
         remaining = {
             table: {key: entry for key, entry in fields.items() if (*table.split("."), key) not in measured}
             for table, fields in self.tables.items()
         }
         return replace(self, tables={table: fields for table, fields in remaining.items() if fields})
+
+    @property
+    def levels(self) -> Mapping[str, int]:
+        """Nodes of the groups of each level of the network, by the level's name."""
+        prefix = "network."
+        return {
+            table.removeprefix(prefix): fields["nodes"]
+            for table, fields in self.tables.items()
+            if table.startswith(prefix) and "nodes" in fields
+        }
 
 
 def preserved_sections(path: Path, device_type: str) -> PreservedSections:
@@ -68,7 +80,7 @@ def preserved_sections(path: Path, device_type: str) -> PreservedSections:
     names = [name for name in READERS if name in data]
     for name in names:
         read_whole(READERS[name], file.table(name))
-    link = {key: value for key, value in data.get("link", {}).items() if key in LINK_FIELDS}
+    link = {key: value for key, value in data.get("link", {}).items() if key == "ports"}
     tables = {path: fields for name in names for path, fields in flat_tables(name, data[name])}
     return PreservedSections(
         file.text("name"),

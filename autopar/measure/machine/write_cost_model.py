@@ -13,7 +13,8 @@ from autopar.cost.hardware.cost_file import UNITS
 from autopar.errors import HardwareError
 from autopar.ir.units import plural
 from autopar.measure.device import ProfileSetting
-from autopar.measure.machine.fit_constants import Constant, fit
+from autopar.measure.machine.constants import Constant
+from autopar.measure.machine.fit_constants import fit
 from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
 from autopar.measure.machine.preserved import PreservedSections, field_text
 
@@ -21,6 +22,7 @@ from autopar.measure.machine.preserved import PreservedSections, field_text
 FILE_UNITS: Mapping[str, Sequence[str]] = {
     "bytes": ("B", "kB", "MB", "GB"), "bytes per second": ("GB/s",), "FLOPs": ("MFLOP", "GFLOP"),
     "FLOPs per second": ("GFLOP/s", "TFLOP/s"), "seconds": ("us",), "share": ("1",), "ratio": ("1",),
+    "count": ("1",),
 }  # fmt: skip
 DIGITS = 6
 NOTHING_PRESERVED = PreservedSections()
@@ -66,6 +68,8 @@ def cost_model_text(
     for constant in sorted(constants, key=lambda c: TABLE_ORDER.index(c.path[0])):
         *table, key = constant.path
         tables.setdefault(".".join(table), {})[key] = constant_text(constant, setting, day)
+    if not setting.peer_access and "link" in tables:
+        tables["link"]["peer_access"] = "false"
     for table, fields in preserved.tables.items():
         if table != "link" or not alone:
             tables.setdefault(table, {}).update((key, field_text(value)) for key, value in fields.items())
@@ -81,7 +85,7 @@ def cost_model_text(
     return "\n".join(lines)
 
 
-TABLE_ORDER = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "overlap")
+TABLE_ORDER = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "overlap", "network")
 
 
 def device_text(setting: ProfileSetting) -> str:
@@ -92,12 +96,17 @@ def device_text(setting: ProfileSetting) -> str:
 
 
 def constant_text(constant: Constant, setting: ProfileSetting, day: date) -> str:
-    """A TOML inline table with a constant's value, unit, error, date and source."""
+    """A constant in TOML: a whole number, or an inline table with value, unit, error, date and source."""
     value, unit = in_file_unit(constant)
+    if constant.quantity == "count":
+        return str(int(value))
     source = f"assumption: {constant.assumption}"
     if not constant.assumption:
-        source = f"measured: {setting.devices} x {setting.device}, torch {setting.torch}, `autopar profile --devices "
-        source += f"{setting.devices}`; {plural(constant.num_points, 'point')}"
+        command = f"`autopar profile --devices {setting.devices}`"
+        if setting.nodes > 1:
+            command = f"`autopar profile` on {setting.nodes} such nodes"
+        source = f"measured: {setting.devices} x {setting.device}, torch {setting.torch}, {command}; "
+        source += plural(constant.num_points, "point")
         if constant.error_of_all > constant.error:
             source += f", error with small ones {constant.error_of_all:.1%}"
         source += f"; {constant.note}" if constant.note else ""

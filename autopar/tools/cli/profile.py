@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
     from autopar.measure.device import ProfileSetting
     from autopar.measure.machine.cases import Case
-    from autopar.measure.machine.fit_constants import Constant
+    from autopar.measure.machine.constants import Constant
+    from autopar.measure.machine.launched import LaunchedRanks
     from autopar.measure.machine.points import MeasuredPoint
     from autopar.measure.machine.preserved import PreservedSections
     from autopar.measure.machine.write_cost_model import RawMeasurements
+    from autopar.runtime.launch.devices import Machine
 
 DEFAULT_FILE = Path("machine.toml")
 CPU_DEVICES = 2
@@ -44,7 +46,10 @@ def profile(
     devices: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Devices to measure; by default all GPUs, or {CPU_DEVICES} processes on CPU.", metavar="N"
+            min=1,
+            help=f"Devices to measure; by default all GPUs, or {CPU_DEVICES} processes on CPU. Under torchrun "
+            "and srun all their processes.",
+            metavar="N",
         ),
     ] = None,
     backend: Annotated[
@@ -55,7 +60,7 @@ def profile(
         typer.Option(
             help="Measure only these again and keep the rest of FILE: capacity, launch, matmul, attention, "
             "convolution, depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, "
-            "reduce-scatter, all-to-all, overlap.",
+            "reduce-scatter, all-to-all, overlap; network is all that is between nodes.",
             metavar="KIND,…",
         ),
     ] = None,
@@ -66,21 +71,35 @@ def profile(
 ) -> None:
     """Measure this machine for a few minutes and write a cost model for --hardware.
 
-    An interrupted run resumes where it stopped: its measurements are in FILE.part.
+    Under torchrun and srun every process takes part: the first node is measured, and the network between nodes. An
+    interrupted run resumes where it stopped: its measurements are in FILE.part.
     """
-    from autopar.measure.machine.preserved import preserved_sections
+    kinds = parse_kinds(only)
+    machine, per_node = profiled_machine(devices, backend)
+    if machine.launched is None:
+        run_profile(profile_request(output, name, machine, per_node, kinds), anyway)
+        return
+    from autopar.measure.machine.launched import launched_ranks
 
-    task = profile_request(output, name, devices, backend, only)
-    preserved = preserved_sections(output, task.setting.device_type)
-    raw, num_measured = measure_points(task)
-    missing = [kind for kind in dict.fromkeys(c.kind for c in task.cases) if kind not in {p.kind for p in raw.points}]
+    with launched_ranks(machine, machine.launched) as ranks:
+        if machine.launched.rank > 0:
+            ranks.follow()
+        else:
+            run_profile(profile_request(output, name, machine, per_node, kinds, ranks), anyway)
+
+
+def run_profile(request: ProfileRequest, anyway: bool) -> None:
+    """Measure, and write the file if all is there that it needs."""
+    raw, num_measured = measure_points(request)
+    categories = dict.fromkeys(case.category for case in request.cases)
+    missing = [category for category in categories if category not in {p.case.category for p in raw.points}]
     if missing:
         typer.echo(
-            f"Measured {num_measured} points, kept in {task.part}. {output} needs {', '.join(missing)} too: "
-            f"autopar profile -o {output}"
+            f"Measured {num_measured} points, kept in {request.part}. {request.output} needs {', '.join(missing)} too: "
+            f"autopar profile -o {request.output}"
         )
         return
-    write_cost_model(task, raw, preserved, anyway)
+    write_cost_model(request, raw, anyway)
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,9 @@ class ProfileRequest:
     Args:
         part: file of the points so far.
         cases: all cases of a cost model for this machine.
+        preserved: sections of the file that is replaced.
         kinds: kinds of --only; empty for all.
+        ranks: of the launcher; None where the command starts processes.
     """
 
     output: Path
@@ -98,41 +119,64 @@ class ProfileRequest:
     name: str | None
     setting: ProfileSetting
     cases: tuple[Case, ...]
+    preserved: PreservedSections
     kinds: frozenset[str]
+    ranks: LaunchedRanks | None = None
+
+
+def profiled_machine(devices: int | None, backend: str | None) -> tuple[Machine, int]:
+    """The machine to measure, and its devices on each node.
+
+    Raises:
+        UsageError: too few GPUs, an unknown or unavailable backend, or a count that differs from the launcher's.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise UsageError(f"--backend {backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
+    from autopar.runtime.launch.devices import this_machine
+    from autopar.runtime.launch.environment import launched
+
+    launch = launched()
+    if launch is not None:
+        return this_machine(devices, backend), launch.devices_per_node
+    devices = devices or default_devices(backend)
+    return this_machine(devices, backend), devices
+
+
+def default_devices(backend: str | None) -> int:
+    """Devices that are measured without --devices."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and backend != "gloo" else 0
+    return gpus or CPU_DEVICES
 
 
 def profile_request(
-    output: Path, name: str | None, devices: int | None, backend: str | None, only: list[str] | None
-) -> ProfileRequest:
+    output: Path, name: str | None, machine: Machine, devices: int, kinds: frozenset[str],
+    ranks: LaunchedRanks | None = None,
+) -> ProfileRequest:  # fmt: skip
     """The request that the flags describe.
 
+    Args:
+        devices: of each node.
     Raises:
-        UsageError: a flag is wrong, a file cannot be written, or this process was started by a launcher.
+        UsageError: a flag is wrong, or a file cannot be written.
+        HardwareError: the file that is replaced cannot be read.
     """
-    kinds = parse_kinds(only)
     if output.suffix != ".toml":
         raise UsageError(f"-o {output} must end in .toml: --hardware knows a file by that.")
     if name is not None and not name.strip():
         raise UsageError("--name is empty. Give the machine a name, or leave it out.")
-    if backend not in (None, "gloo", "nccl"):
-        raise UsageError(f"--backend {backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
-    import torch
-
     from autopar.measure.device import profile_setting
     from autopar.measure.machine.cases import cases
-    from autopar.runtime.launch.devices import this_machine
+    from autopar.measure.machine.preserved import preserved_sections
     from autopar.tools.cli.output import check_writable
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and backend != "gloo" else 0
-    devices = devices or gpus or CPU_DEVICES
-    machine = this_machine(devices, backend)
-    if machine.launched is not None:
-        raise UsageError("autopar profile starts its own processes: run it once, without torchrun or srun.")
     part = output.with_name(output.name + ".part")
     for path in (output, part):
         check_writable(path)
-    setting = profile_setting(machine, devices)
-    return ProfileRequest(output, part, name, setting, cases(setting.device_type, devices), kinds)
+    setting, preserved = profile_setting(machine, devices), preserved_sections(output, machine.device_type)
+    all_cases = cases(setting.device_type, devices, setting.nodes, preserved.levels)
+    return ProfileRequest(output, part, name, setting, all_cases, preserved, kinds, ranks)
 
 
 def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
@@ -152,10 +196,10 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
     setting, part = request.setting, request.part
     reused = reusable_points(request)
     reused_cases = {point.case for point in reused}
-    todo = [c for c in request.cases if c not in reused_cases and (not request.kinds or c.kind in request.kinds)]
+    todo = [c for c in request.cases if c not in reused_cases and (not request.kinds or c.category in request.kinds)]
     try:
         with ended_by_sigterm(), showing_progress(len(todo)) as progress:
-            measure(setting, todo, part, reused, progress)
+            (request.ranks.measure if request.ranks else measure)(setting, todo, part, reused, progress)
     except KeyboardInterrupt:
         typer.echo(f"Interrupted; measurements so far are in {part}. The same command resumes from there.", err=True)
         raise
@@ -163,11 +207,10 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
     return RawMeasurements(setting, tuple(points[case] for case in request.cases if case in points)), len(todo)
 
 
-def write_cost_model(request: ProfileRequest, raw: RawMeasurements, preserved: PreservedSections, anyway: bool) -> None:
+def write_cost_model(request: ProfileRequest, raw: RawMeasurements, anyway: bool) -> None:
     """Fit the constants, write the file, and show them.
 
     Args:
-        preserved: sections of the file that is replaced.
         anyway: whether points whose repeats spread are accepted.
     Raises:
         UsageError: times do not grow with sizes, or repeats spread.
@@ -181,7 +224,7 @@ def write_cost_model(request: ProfileRequest, raw: RawMeasurements, preserved: P
 
     output = request.output
     constants = fit(raw.points, raw.setting)
-    preserved = preserved.without({constant.path for constant in constants})
+    preserved = request.preserved.without({constant.path for constant in constants})
     if not anyway:
         check_spread(raw, request.part)
     name = request.name or preserved.name or output.stem
@@ -192,7 +235,7 @@ def write_cost_model(request: ProfileRequest, raw: RawMeasurements, preserved: P
     if preserved.tables:
         sections = (f"[{table}] {' and '.join(numbers)}" for table, numbers in preserved.tables.items())
         typer.echo(f"kept as they were: {', '.join(sections)}")
-    devices = raw.setting.devices
+    devices = raw.setting.devices * raw.setting.nodes
     typer.echo(f"\nsaved to {output}; plan with it: autopar plan MODEL --devices {devices} --hardware {output}")
 
 
@@ -202,15 +245,15 @@ def parse_kinds(texts: Sequence[str] | None) -> frozenset[str]:
     Raises:
         UsageError: a kind is unknown, or the flag has none.
     """
-    from autopar.measure.machine.cases import POINT_KINDS
+    from autopar.measure.machine.cases import CATEGORIES
 
     if texts is None:
         return frozenset()
     names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
-    unknown = [n for n in names if n not in POINT_KINDS]
+    unknown = [n for n in names if n not in CATEGORIES]
     if unknown or not names:
-        hint = suggest(unknown[0], POINT_KINDS) if unknown else ""
-        raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(POINT_KINDS)}.")
+        hint = suggest(unknown[0], CATEGORIES) if unknown else ""
+        raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(CATEGORIES)}.")
     return frozenset(names)
 
 
@@ -235,7 +278,7 @@ def reusable_points(request: ProfileRequest) -> tuple[MeasuredPoint, ...]:
         why = "no points" if raw is None else f"points of another setting ({setting.differences(raw.setting)})"
         typer.echo(f"{output} has {why}; it is measured again.", err=True)
         return ()
-    points = tuple(p for p in raw.points if p.kind not in request.kinds)
+    points = tuple(p for p in raw.points if p.case.category not in request.kinds)
     typer.echo(f"Keeping {len(points)} points of {output}.", err=True)
     return points
 
@@ -274,7 +317,7 @@ def showing_progress(count: int) -> Iterator[Callable[[int, str], None]]:
         shown: set[str] = set()
 
         def say(done: int, name: str) -> None:
-            kind = name.split(" ")[0]
+            kind = name.split(" ")[0] + " between nodes" * name.endswith(" nodes")
             if kind and kind not in shown:
                 shown.add(kind)
                 typer.echo(f"[{done + 1}/{count}] {kind}", err=True)

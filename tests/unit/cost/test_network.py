@@ -232,14 +232,15 @@ def test_a_file_without_ports_has_one_for_each_device(tmp_path: Path) -> None:
 
 def test_a_file_with_all_of_it(tmp_path: Path) -> None:
     text = f"{PLAIN}ports = 4\nhop = {entry(4, 'us')}\n[network.all-to-all]\nbandwidth = {entry(20, 'GB/s')}\n"
-    text += f"latency = {entry(50, 'us')}\n[network.rail]\n{level(4)}[network.pod]\n{level(8)}"
+    text += f"latency = {entry(50, 'us')}\n[network.all-gather]\nbandwidth = {entry(22, 'GB/s')}\n"
+    text += f"latency = {entry(45, 'us')}\nhop = {entry(0, 'us')}\n[network.rail]\n{level(4)}[network.pod]\n{level(8)}"
     path = with_network(tmp_path, text)
     path.write_text(path.read_text().replace("[link]\n", "[link]\nports = 2\npeer_access = false\n"))
     found = load_hardware(path)
     assert found.network == Network(
         Port(35 * US, 25e9, 4 * US),
         4,
-        {"all-to-all": Port(50 * US, 20e9)},
+        {"all-to-all": Port(50 * US, 20e9, 4 * US), "all-gather": Port(45 * US, 22e9, 0.0)},
         (Level(4, 2.0, 40 * US, rails=True), Level(8, 2.0, 40 * US)),
     )
     assert (found.link_ports, found.peer_access) == (2, False)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.machine_points import CAPTURED, point
 from typer.testing import CliRunner
 
 from autopar.api.options import Options
@@ -18,15 +19,13 @@ from autopar.cost.hardware.cost_file import UNITS
 from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import HardwareError, UsageError
-from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, ExecutionMode, Hardware, Launch, Link
+from autopar.ir.hardware import Efficiency, ExecutionMode, Launch, Link
 from autopar.measure import timer
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
-from autopar.measure.machine.collectives import communication_op_counts
-from autopar.measure.machine.fit_constants import fit, in_tiles
-from autopar.measure.machine.kernels import BUILDERS, kernel_runs
-from autopar.measure.machine.points import MeasuredPoint, OpCounts
+from autopar.measure.machine.fit_constants import fit
+from autopar.measure.machine.points import MeasuredPoint
 from autopar.measure.machine.preserved import preserved_sections
 from autopar.measure.machine.resume import load_points, save_points
 from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text, raw_points, refit
@@ -58,60 +57,6 @@ MACHINE = replace(
         for ranks in (2, 4)
     },
 )
-
-
-def parts(case: Case) -> tuple[OpCounts, ...]:
-    """What the planner counts; of large cases without the memory to run them."""
-    if case.kind in BUILDERS:
-        with torch.device("meta"):
-            return kernel_runs(case, torch.device("meta")).ops
-    return communication_op_counts(case) if case.ranks > 1 else (OpCounts(0.0, 0.0),)
-
-
-CAPTURED = ExecutionMode(compiled=True, captured=True)
-
-
-def point(case: Case, machine: Hardware, way: ExecutionMode) -> MeasuredPoint:
-    """What the machine would have measured."""
-    here, own = machine.with_mode(way), parts(case)
-    total = own[0].num_bytes
-    if case.kind == "capacity":
-        seconds = float(machine.memory_bytes)
-    elif case.kind == "launch":
-        seconds = getattr(machine.launch, case.variant)
-    elif case.kind == "optimizer":
-        seconds = machine.update_seconds(total)
-    elif case.kind == "point-to-point":
-        seconds = machine.transfer_seconds(total, 0, 1)
-    elif case.kind in (*COMPUTE_KINDS, "memory"):
-        timed = in_tiles(MeasuredPoint(case, own, 1.0, 0.0)).ops if case.kind == "attention" else own
-        seconds = sum(
-            here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype, backward=number > 0)
-            for number, p in enumerate(timed)
-        )
-    elif case.kind == "overlap":
-        seconds = layer_seconds(case, here)
-    else:
-        kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
-        seconds = machine.collective_seconds(kind, total, case.ranks)
-    return MeasuredPoint(case, own, seconds, 0.01)
-
-
-def layer_seconds(case: Case, machine: Hardware) -> float:
-    """A layer and its collective forwards and backwards, of which the fused ones hide a share."""
-    product, backward, again, *travels = communication_op_counts(case)
-    assert backward == again
-    forward_seconds = machine.op_seconds("matmul", product.flops, product.num_bytes, case.dtype)
-    backward_seconds = 2 * machine.op_seconds("matmul", backward.flops, backward.num_bytes, case.dtype, backward=True)
-    sent = [
-        machine.collective_seconds(kind, part.num_bytes, case.ranks) if kind else 0.0
-        for kind, part in zip(ASYNC_TP_OPS[case.variant].kinds, travels, strict=True)
-    ]
-    window = OVERLAP_WINDOWS[case.variant](case.ranks)
-    hidden = min(sent[0], window.forward * forward_seconds) + min(sent[1], window.backward * backward_seconds)
-    return (
-        forward_seconds + backward_seconds + sum(sent) - (case.fusion == "fused") * machine.overlap_efficiency * hidden
-    )
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +197,9 @@ def check_refit(path: Path) -> None:
         entry = data
         for key in constant.path:
             entry = entry[key]
+        if constant.quantity == "count":
+            assert entry == constant.value
+            continue
         value = entry["value"] * UNITS[constant.quantity][entry["unit"]]
         assert value == pytest.approx(constant.value, rel=1e-4, abs=1e-12), constant.path
         assert entry["error"] == pytest.approx(constant.error, rel=1e-2), constant.path
