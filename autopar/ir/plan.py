@@ -24,12 +24,13 @@ from autopar.ir.plan_parts import (
     ModelInfo,
     Precision,
     Prediction,
+    ReduceDtype,
     ScheduleName,
     SolverInfo,
     Stage,
     ZeroStage,
     recomputing_text,
-    zero_text,
+    replica_text,
 )
 from autopar.ir.plan_stages import stage_of_ops
 from autopar.ir.units import plural
@@ -52,6 +53,7 @@ class Plan:
             follows the layouts that it reads.
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
+        reduce_dtype: dtype in which gradients travel between replicas.
         seconds_without_limit: the step without the memory limit; None where that is hardly shorter, in plans made by
             hand and in older files.
 
@@ -74,6 +76,7 @@ class Plan:
     shardings: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
     zero: ZeroStage = 0
+    reduce_dtype: ReduceDtype = "float32"
     blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
@@ -102,7 +105,7 @@ class Plan:
         again = recomputing_text(self.stages)
         recompute = f"; recomputing on {again}" if again else ""
         return (
-            f"{self.model.fingerprint}: {self.mesh}{zero_text(self.zero)}; {cuts}{moved}; {self.schedule}{chunks}, "
+            f"{self.model.fingerprint}: {self.mesh}{replica_text(self)}; {cuts}{moved}; {self.schedule}{chunks}, "
             f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"
         )
 

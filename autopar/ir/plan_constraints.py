@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from autopar.errors import UsageError
-from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule, ZeroStage
+from autopar.ir.plan_parts import (
+    INTERLEAVED,
+    Balance,
+    CostSource,
+    Precision,
+    Recompute,
+    ReduceDtype,
+    RequestedSchedule,
+    ZeroStage,
+)
 
 SCHEDULES = ("1f1b", "gpipe", *INTERLEAVED, "auto")
 
@@ -21,6 +30,9 @@ class PlanConstraints:
     Args:
         pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
         zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
+        reduce_dtype: dtype in which gradients travel between replicas. "float32" is that of main gradients (float64 in
+            a float64 model). "bfloat16" halves the bytes and rounds each gradient; NCCL and Gloo round partial sums
+            too, peer GPUs add in float32. Main gradients stay float32, and accumulate in it.
         chunks: stages of a rank; more than one needs an interleaved schedule.
         microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
         microbatch_size: most samples of a microbatch.
@@ -49,6 +61,7 @@ class PlanConstraints:
     tp: int | None = None
     dp: int | None = None
     zero: ZeroStage | None = None
+    reduce_dtype: ReduceDtype = "float32"
     chunks: int | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
@@ -69,6 +82,7 @@ class PlanConstraints:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))
         check_choice("recompute", self.recompute, ("none", "all", "auto"))
+        check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
         check_choice("cost", self.cost, ("analytic", "measured", "auto"))
         if self.precision not in (None, *get_args(Precision)):
             raise UsageError(

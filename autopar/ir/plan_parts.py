@@ -18,6 +18,7 @@ Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # as requested
 StageRecompute = Literal["none", "all"] | int  # a number of segments
+ReduceDtype = Literal["float32", "bfloat16"]  # in which gradients travel between replicas
 ZeroStage = Literal[0, 1, 2]  # what replicas divide: nothing, optimizer state, that and gradients
 PriceSource = Literal["analytic", "measured"]
 CostSource = PriceSource | Literal["auto"]  # as requested
@@ -236,6 +237,12 @@ def zero_text(zero: ZeroStage) -> str:
     return f", ZeRO-{zero}" if zero else ""
 
 
+def replica_text(plan: PlanView) -> str:
+    """``, ZeRO-1, gradients reduced in bfloat16``, after a mesh; empty without replicas and at stage 0 in float32."""
+    is_rounded = plan.mesh.dp > 1 and plan.reduce_dtype != "float32"
+    return zero_text(plan.zero) + (f", gradients reduced in {plan.reduce_dtype}" if is_rounded else "")
+
+
 class PlanView(Protocol):
     """Fields of `autopar.ir.plan.Plan`, which imports the modules that read them."""
 
@@ -269,6 +276,8 @@ class PlanView(Protocol):
     def strategies(self) -> Mapping[str, str]: ...
     @property
     def zero(self) -> ZeroStage: ...
+    @property
+    def reduce_dtype(self) -> ReduceDtype: ...
     @property
     def blocks(self) -> tuple[BlockSharding, ...]: ...
     @property

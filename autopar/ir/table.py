@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
-from autopar.ir.plan_parts import Alternative, PlanView, Stage, zero_text
+from autopar.ir.plan_parts import Alternative, PlanView, Stage, replica_text
 from autopar.ir.sharding_table import sharding_parts
 from autopar.ir.text import NONE, labelled, numeric, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
@@ -52,7 +52,7 @@ def header(plan: PlanView) -> Table:
             ),
             (
                 "mesh",
-                f"{mesh}{zero_text(plan.zero)}, schedule {schedule_text(plan)}, {plan.precision}, "
+                f"{mesh}{replica_text(plan)}, schedule {schedule_text(plan)}, {plan.precision}, "
                 f"bubble {percent(plan.prediction.bubble_fraction)}",
             ),
         ]

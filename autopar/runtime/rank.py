@@ -450,8 +450,7 @@ class Rank:
         # Freed masters are expanded from one number; several weights may share memory.
         weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
         averages = self.ema.num_bytes if self.ema is not None else 0
-        updater = self.updater.state_bytes() + self.updater.grad_buffer.num_bytes
-        return weights + self.compute_params.num_bytes + updater + averages
+        return weights + self.compute_params.num_bytes + self.updater.standing_bytes() + averages
 
     def stats(self) -> RankStats:
         """Measurements of the last step."""

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import Mesh, Place
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 from autopar.ir.program import Program
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
@@ -74,6 +74,7 @@ class RankSpec:
         storage: layout of each weight that is not simply replicated over the tensor axis.
         holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
         zero: ZeRO stage.
+        reduce_dtype: dtype in which gradients travel between replicas.
         owners: from ZeRO stage 1 on, the replica that updates each trainable weight of the model; else empty.
         stage_edges: directed pairs of stages that exchange tensors.
         chunks: number of stages of each rank.
@@ -98,6 +99,7 @@ class RankSpec:
     trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
     zero: ZeroStage = 0
+    reduce_dtype: ReduceDtype = "float32"
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
     chunks: int = 1

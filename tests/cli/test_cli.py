@@ -183,12 +183,12 @@ def test_user_factories_that_cannot_be_planned(user_models, name, message):
 def test_mesh_flags_reach_the_plan():
     code, out, error = invoke(
         "plan", *TINY, "--devices", "4", "--batch", "16", "--dp", "2", "--tp", "2", "--zero", "1",
-        "--microbatches", "2",
-        "--hardware", "a100-nvlink", "--json",
+        "--microbatches", "2", "--reduce-dtype", "bfloat16", "--hardware", "a100-nvlink", "--json",
     )  # fmt: skip
     assert code == 0, error
     plan = autopar.Plan.from_json(out)
     assert (str(plan.mesh), plan.zero, plan.microbatches) == ("pp 1 × tp 2 × dp 2", 1, 2)
+    assert plan.reduce_dtype == "bfloat16"
     assert plan.strategies and plan.blocks
     assert plan.stages[0].ranks == (0, 1, 2, 3) and plan.solver.method == "shardings"
 

@@ -57,6 +57,16 @@ def test_equals_one_gpu(
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_that_travel_in_bfloat16(zero: ZeroStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    need(2)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, 32, 32)
+    parity = compare(tiny_vit(), x, devices=2, dp=2, microbatches=1, zero=zero, reduce_dtype="bfloat16", steps=3)
+    assert parity.ok, [row for row in parity.rows if not row.ok]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_checkpoints_have_all_masters(zero: ZeroStage, tmp_path: Path) -> None:
     need(2)
     torch.manual_seed(0)

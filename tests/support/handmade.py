@@ -26,6 +26,7 @@ from autopar.ir.plan_parts import (
     ModelInfo,
     Precision,
     Prediction,
+    ReduceDtype,
     SolverInfo,
     Stage,
     StageRecompute,
@@ -57,6 +58,7 @@ def plan_by_hand(
     shardings: Mapping[str, str] = NOTHING,
     precision: Precision = "fp32",
     chunks: int = 1,
+    reduce_dtype: ReduceDtype = "float32",
 ) -> Plan:
     """Plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
@@ -86,6 +88,7 @@ def plan_by_hand(
         shardings=dict(shardings),
         precision=precision,
         chunks=chunks,
+        reduce_dtype=reduce_dtype,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import log2
 from typing import Any
@@ -21,7 +21,7 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import TP, Layout
-from autopar.ir.plan_parts import BlockSharding, ZeroStage
+from autopar.ir.plan_parts import BlockSharding, ReduceDtype, ZeroStage
 from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
@@ -63,8 +63,9 @@ class PlanCosts:
     collectives included: what is compared is what will run.
     """
 
-    def __init__(self, graph: Graph, hardware: Hardware) -> None:
+    def __init__(self, graph: Graph, hardware: Hardware, reduce_dtype: ReduceDtype = "float32") -> None:
         self.graph, self.hardware = graph, hardware
+        self.reduce_dtype: ReduceDtype = reduce_dtype
         self.factors: dict[MeasuredConfig, Factors] = {}
         self.facts, self.segments = facts_and_segments(graph, hardware)
         self.cache: dict[tuple, Any] = {}
@@ -98,14 +99,19 @@ class PlanCosts:
 
     def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
         """Costs of the model with one device per stage and replica."""
-        return Priced(with_weight_sharing(self.unsharded_costs(size), self.graph, Sharing(1, dp, zero), self.hardware))
+        sharing = self.sharing(1, dp, zero)
+        return Priced(with_weight_sharing(self.unsharded_costs(size), self.graph, sharing, self.hardware))
+
+    def sharing(self, tp: int, dp: int, zero: ZeroStage) -> Sharing:
+        """Sharing of replicated weights among the ranks of a stage."""
+        return Sharing(tp, dp, zero, reduce_dtype=self.reduce_dtype)
 
     def priced_strategies(
         self, strategy_index: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int
     ) -> Priced:
         """Costs of the model under the strategies of these indices, one per group."""
         sharded = self.sharded(tp, size, strategy_index)
-        sharing = Sharing(tp, dp, zero, sharded.storage)
+        sharing = replace(self.sharing(tp, dp, zero), storage=sharded.storage)
         return Priced(
             cost=with_weight_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing, self.hardware),
             strategies=sharded.strategies,

@@ -178,7 +178,7 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
     least_samples = MIN_BATCH_NORM_SAMPLES if has_batch_norm else 1
     constraints = replace(request.constraints(), least_samples=least_samples)
     hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
-    costs = PlanCosts(graph, hardware)
+    costs = PlanCosts(graph, hardware, options.reduce_dtype)
     info = model_info(request, graph)
     find_plan = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
     timer = region_timer_for(options.cost, hardware, request.devices, options.backend)
@@ -191,7 +191,8 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
         plan = replace(plan, hardware=timed, prediction=replace(plan.prediction, error=hardware.measured_error))
     warn_of_microbatches(plan, options)
     warn_of_ops_without_rule(plan, graph)
-    return replace(plan, precision=options.precision or model_precision(graph))
+    precision = options.precision or model_precision(graph)
+    return replace(plan, precision=precision, reduce_dtype=options.reduce_dtype)
 
 
 def model_info(request: PlanRequest, graph: Graph) -> ModelInfo:

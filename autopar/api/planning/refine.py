@@ -89,8 +89,9 @@ def joint_problem(costs: PlanCosts, decision: Decision) -> JointProblem:
     cuts = decision.problem
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
+    sharing = Sharing(cuts.tp, cuts.dp, decision.zero, reduce_dtype=cuts.reduce_dtype)
     return JointProblem(
-        graph=with_replicas(graph, costs.graph, Sharing(cuts.tp, cuts.dp, decision.zero), costs.hardware),
+        graph=with_replicas(graph, costs.graph, sharing, costs.hardware),
         stages=cuts.stages,
         microbatches=cuts.microbatches,
         capacity_bytes=cuts.capacity_bytes,

@@ -8,11 +8,11 @@ from math import ceil
 
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.grad_buckets import group_weights
-from autopar.ir.graph import Weight
+from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.network import CollectiveKind
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Sharing:
         dp: replicas.
         zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; at 2
             also their gradients only.
+        reduce_dtype: dtype in which gradients travel between replicas.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
     """
 
@@ -31,6 +32,7 @@ class Sharing:
     dp: int = 1
     zero: ZeroStage = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
+    reduce_dtype: ReduceDtype = "float32"
 
 
 UNSHARDED = Sharing()
@@ -136,15 +138,17 @@ def update_seconds(weight: Weight, hardware: Hardware) -> float:
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
     """Seconds that a weight takes between the last backward and the next forward.
 
-    They are its update, the cast to its compute copy, and the all-reduce of a gradient that is partial over the tensor
-    parallel ranks. Under ZeRO only the owner updates and casts. At stage 2 it also moves the reduced gradient out of
-    the buffer in which it came.
+    They are its update, the casts to its compute copy and of a gradient that travels in another dtype, and the
+    all-reduce of a gradient that is partial over the tensor parallel ranks. Under ZeRO only the owner updates and
+    casts. At stage 2 it also moves the reduced gradient out of the buffer in which it came.
     """
     stored = weight.stored_bytes
     seconds = update_seconds(weight, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
-    if sharing.zero == 2:
+    if (sent := reduce_bytes(weight, sharing)) < stored and sharing.dp > 1:
+        seconds += hardware.traffic_seconds(stored + sent) * (1 + 1 / state_ranks(sharing))
+    elif sharing.zero == 2:
         seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
@@ -169,17 +173,25 @@ def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucke
         bucket: size of the gradient bucket, byte; each collective moves a whole bucket.
     """
     ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket
+    reduced = bucket * reduce_bytes(weight, sharing) / weight.stored_bytes
     if sharing.zero:
         gathered = bucket * weight.num_bytes / weight.stored_bytes
-        moved, collectives = bucket + gathered, 2
-        reduce = hardware.collective_seconds("reduce-scatter", bucket, ranks, stride)
+        moved, collectives = reduced + gathered, 2
+        reduce = hardware.collective_seconds("reduce-scatter", reduced, ranks, stride)
         gather = hardware.collective_seconds("all-gather", gathered, ranks, stride)
     else:
-        moved, collectives, gather = 2 * bucket, 1, 0.0
-        reduce = hardware.collective_seconds("all-reduce", bucket, ranks, stride)
+        moved, collectives, gather = 2 * reduced, 1, 0.0
+        reduce = hardware.collective_seconds("all-reduce", reduced, ranks, stride)
     contention = hardware.replica_contention
     contended = collectives * contention.latency_seconds + moved / contention.bytes_per_second
     return ReplicaExchange(share * reduce, share * gather, share, share * contended)
+
+
+def reduce_bytes(weight: Weight, sharing: Sharing) -> int:
+    """Bytes of a weight's gradient as it travels between replicas."""
+    if sharing.reduce_dtype == "float32":
+        return weight.stored_bytes
+    return min(weight.stored_bytes, DTYPE_BYTES[sharing.reduce_dtype] * weight.numel)
 
 
 def bucket_share_seconds(

@@ -13,6 +13,7 @@ import torch
 
 from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, replica_buffer_bytes
 from autopar.runtime.comm.protocols import SendHandle, Transport
+from autopar.runtime.comm.reduce_buffers import ReduceBuffers
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params.flat_buckets import FlatBucket
 
@@ -25,18 +26,30 @@ class ReplicaCollectives:
 
     Copy engines write into peers' memory, overlapped with compute on a side stream. NCCL's kernels take multiprocessors
     away from matrix products, which then take longer by almost the time of the collective.
+
+    With ``buffers`` gradients travel in their dtype. On peers gradients are added in the dtype of the sum, and a sum
+    that travels back is rounded once more. NCCL and Gloo add in the dtype of the buffers, and round every partial sum.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        device: torch.device,
+        largest_bytes: int,
+        buffers: ReduceBuffers | None = None,
+    ) -> None:
         """Reserve symmetric memory where all replicas have peer access.
 
         Args:
             ranks: replicas in order.
             device: of this rank.
-            largest_bytes: size of the largest bucket, with all its segments as long as the longest.
+            largest_bytes: size of the largest bucket as it travels, with all its segments as long as the longest.
+            buffers: for gradients that travel in another dtype than their own.
         """
         self.transport, self.ranks, self.device = transport, tuple(ranks), device
         self.position = self.ranks.index(transport.rank)
+        self.buffers = buffers
         self.communicator: SymmetricCommunicator | None = None
         self.stream: torch.cuda.Stream | None = None
         buffer = transport.symmetric_buffer(ranks)
@@ -49,10 +62,13 @@ class ReplicaCollectives:
 
     def sum(self, flat: torch.Tensor) -> SendHandle:
         """Start an all-reduce in place."""
+        sent = self.in_reduce_dtype(flat)
         if (communicator := self.communicator) is not None:
-            parts = flat.split(MAX_SYMMETRIC_BUFFER_BYTES // flat.itemsize)
-            return self.on_side_stream([partial(communicator.sum_segments, part) for part in parts])
-        return self.transport.start_sum(flat, self.ranks)
+            parts = sent.split(MAX_SYMMETRIC_BUFFER_BYTES // sent.itemsize)
+            wait = self.on_side_stream([partial(communicator.sum_segments, part, flat.dtype) for part in parts])
+        else:
+            wait = self.transport.start_sum(sent, self.ranks)
+        return wait if sent is flat else self.tracked(moved(wait, sent, flat))
 
     def reduce_scatter(
         self, flat: torch.Tensor, bucket: FlatBucket, total: torch.Tensor | None = None, adds: bool = False
@@ -63,27 +79,34 @@ class ReplicaCollectives:
             total: the sum goes there, [segment]; by default into this replica's segment of ``flat``.
             adds: whether the sum is added to ``total`` instead of overwriting it.
         """
-        own = bucket.segments(flat)[self.position]
-        into = own if total is None else total
+        sent = self.in_reduce_dtype(flat)
+        own = bucket.segments(sent)[self.position]
+        if total is None:
+            total = own if sent is flat else bucket.segments(flat)[self.position]
         if (communicator := self.communicator) is not None:
-            totals = self.pieces(into, flat, bucket)
-            calls = [
-                partial(communicator.reduce_segments, part, piece, adds)
-                for part, piece in zip(self.parts(flat, bucket), totals, strict=True)
-            ]
-            return self.on_side_stream(calls)
-        if bucket.even:
-            wait = self.transport.start_reduce_scatter(flat, self.ranks)
+            pairs = zip(self.parts(sent, bucket), self.pieces(total, sent, bucket), strict=True)
+            wait = self.on_side_stream([partial(communicator.reduce_segments, *pair, adds) for pair in pairs])
         else:
-            wait = self.for_each_segment(self.transport.start_sum, flat, bucket)
-        if into is own:
-            return wait
+            if bucket.even:
+                wait = self.transport.start_reduce_scatter(sent, self.ranks)
+            else:
+                wait = self.for_each_segment(self.transport.start_sum, sent, bucket)
+            wait = wait if total is own else moved(wait, own, total, adds)
+        return wait if sent is flat else self.tracked(wait)
 
-        def wait_and_move() -> None:
-            wait()
-            into.add_(own) if adds else into.copy_(own)
+    def in_reduce_dtype(self, flat: torch.Tensor) -> torch.Tensor:
+        """Gradients as they travel: ``flat`` itself, or a copy in the dtype of the buffers."""
+        return self.buffers.copy_of(flat) if self.buffers is not None and self.buffers.narrows(flat) else flat
 
-        return wait_and_move
+    def tracked(self, wait: SendHandle) -> SendHandle:
+        """Handle of a collective on the copy that `in_reduce_dtype` made last."""
+        assert self.buffers is not None
+        return self.buffers.track(wait)
+
+    def abandon(self) -> None:
+        """Forget the collectives of a step that raised."""
+        if self.buffers is not None:
+            self.buffers.abandon()
 
     def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         """Start an all-gather in place: each replica's segment goes to all replicas."""
@@ -127,3 +150,13 @@ class ReplicaCollectives:
                 call()
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+
+
+def moved(wait: SendHandle, source: torch.Tensor, total: torch.Tensor, adds: bool = False) -> SendHandle:
+    """Handle that waits for ``source``, and copies it into ``total`` or adds it."""
+
+    def wait_and_move() -> None:
+        wait()
+        total.add_(source) if adds else total.copy_(source)
+
+    return wait_and_move

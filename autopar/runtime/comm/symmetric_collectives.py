@@ -88,15 +88,19 @@ class SymmetricCommunicator:
         sum_into(tensor, [self.buffer_view(k, tensor) for k in range(self.ranks)])
         self.buffer.barrier()
 
-    def sum_segments(self, flat: Tensor) -> None:
-        """Two-shot all-reduce of ``flat`` in place: each rank sums one segment, the others read the sum."""
+    def sum_segments(self, flat: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Two-shot all-reduce of ``flat`` in place: each rank sums one segment, the others read the sum.
+
+        Args:
+            dtype: of the sum, before it is rounded to that of ``flat``; the same by default.
+        """
         segments = flat.tensor_split(self.ranks)
         buffers = self.push_rows("an all-reduce", segments, len(segments[0]))
         own = segments[self.rank]
-        total = torch.empty_like(own)
+        total = torch.empty_like(own, dtype=dtype)
         sum_into(total, self.summands(own, buffers[self.rank]))
         own.copy_(total)
-        buffers[self.rank][self.rank, : len(own)].copy_(total)
+        buffers[self.rank][self.rank, : len(own)].copy_(own)
         self.buffer.barrier()
         for k in self.peer_order():
             segments[k].copy_(buffers[k][k, : len(segments[k])])
@@ -217,6 +221,11 @@ class SymmetricCommunicator:
 
 def sum_into(total: Tensor, summands: Sequence[Tensor]) -> None:
     """Write the sum into ``total``, added in this order; ``total`` is none of the summands."""
-    torch.add(summands[0], summands[1], out=total)
-    for summand in summands[2:]:
+    first, second, *rest = summands
+    if total.dtype == first.dtype:
+        torch.add(first, second, out=total)
+    else:  # torch.add would round to the dtype of the summands
+        total.copy_(first)
+        total.add_(second)
+    for summand in rest:
         total.add_(summand)

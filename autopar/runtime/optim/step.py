@@ -12,6 +12,7 @@ from torch import nn
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.protocols import FlagChannel, Transport
+from autopar.runtime.comm.reduce_buffers import ReduceBuffers, reduce_buffers
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
@@ -45,12 +46,16 @@ class Updater:
         buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
         self.grad_reducer: GradReducer | ShardedGrads | None = None
         self.zero_gather: ZeroParamGather | None = None
+        self.reduce_buffers: ReduceBuffers | None = None
         if not replicated:
             self.grad_buffer: GradBuffer | ShardedGrads = GradBuffer(trainable, buckets)
         else:
-            largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
-            ranks, replica = spec.replica_ranks, spec.place.replica
-            collectives = ReplicaCollectives(transport, ranks, torch.device(spec.device), largest)
+            ranks, replica, device = spec.replica_ranks, spec.place.replica, torch.device(spec.device)
+            self.reduce_buffers = reduce_buffers(buckets, spec.reduce_dtype, device)
+            # Owners' masters are gathered in their own dtype, through the same symmetric memory.
+            most = self.reduce_buffers.dtype.itemsize if self.reduce_buffers is not None and not spec.owners else inf
+            largest = max(b.longest_segment * b.num_segments * min(b.dtype.itemsize, most) for b in buckets)
+            collectives = ReplicaCollectives(transport, ranks, device, int(largest), self.reduce_buffers)
             if spec.zero == 2:
                 self.grad_buffer = ShardedGrads(trainable, buckets, ranks, replica, flags, collectives)
                 self.grad_reducer = self.grad_buffer
@@ -214,6 +219,11 @@ class Updater:
     def learning_rates(self) -> list[float]:
         """Learning rate of each parameter group of the whole model, the same on all ranks."""
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def standing_bytes(self) -> int:
+        """Bytes of optimizer state and gradients that are allocated between steps."""
+        held = self.reduce_buffers.num_bytes if self.reduce_buffers is not None else 0
+        return self.state_bytes() + self.grad_buffer.num_bytes + held
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state."""

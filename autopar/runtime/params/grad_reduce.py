@@ -40,6 +40,7 @@ class GradReducer:
 
     def reset(self) -> None:
         self.grad_buffer.flush_eagerly = False
+        self.collectives.abandon()
         self.missing = [set(bucket.names) for bucket in self.grad_buffer.buckets]
         self.complete: set[str] = set()
         self.started: list[SendHandle] = []

@@ -83,6 +83,7 @@ class ShardedGrads:
         self.direct: dict[str, torch.Tensor] = {}  # gradients that layers are writing elsewhere
         self.next = 0  # bucket to be reduced next
         self.in_flight.clear()
+        self.collectives.abandon()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

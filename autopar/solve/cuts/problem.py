@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 
 from autopar.ir.comm_sizes import replica_buffer_bytes
 from autopar.ir.cost_graph import CostGraph, ResidentTensor
-from autopar.ir.grad_buckets import bucket_sizes, slot_bytes
+from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, bucket_sizes, slot_bytes
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo, ZeroStage
+from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ReduceDtype, ScheduleName, SolverInfo, ZeroStage
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -87,7 +87,8 @@ class CutProblem:
     every moment that may be the peak; ``in_flight`` is then the first of them.
 
     ``peers`` are the axes along which ranks reach each other's memory. ``input_bytes`` are a step's inputs on the first
-    stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` is the ZeRO stage.
+    stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` is the ZeRO stage, ``reduce_dtype`` the
+    dtype in which gradients travel between replicas.
 
     With ``recompute`` "auto" a stage recomputes if it does not fit otherwise. With "all" every stage does, and ``cost``
     includes it.
@@ -113,6 +114,7 @@ class CutProblem:
     input_bytes: int = 0
     reserve_bytes: int = 0
     zero: ZeroStage = 0
+    reduce_dtype: ReduceDtype = "float32"
 
     @cached_property
     def stage_costs(self) -> dict[tuple[int, int, int, int], Any]:
@@ -190,15 +192,18 @@ class CutProblem:
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """Bytes through which replicas exchange gradients, on each rank: a symmetric buffer on peers and, under ZeRO-2,
-        the flat buffers in which buckets take turns.
+        """Bytes through which replicas exchange gradients, on each rank: a symmetric buffer on peers, the flat buffers
+        in which buckets take turns under ZeRO-2, and those for another dtype on the way.
 
         Error: high on stages without the model's largest bucket.
         """
         if self.dp == 1 or not self.bucket_sizes:
             return 0
-        symmetric = replica_buffer_bytes(max(self.bucket_sizes), self.dp) if "dp" in self.peers else 0
-        return symmetric + (slot_bytes(self.bucket_sizes) if self.zero == 2 else 0)
+        largest, share = max(self.bucket_sizes), DTYPE_BYTES[self.reduce_dtype] / DTYPE_BYTES["float32"]
+        # Under ZeRO, weights are gathered through the symmetric buffer too.
+        peers = replica_buffer_bytes(int(largest * (1 if self.zero else share)), self.dp) if "dp" in self.peers else 0
+        rounded = int(largest * share) * min(NUM_GRAD_SLOTS, len(self.bucket_sizes)) if share < 1 else 0
+        return peers + rounded + (slot_bytes(self.bucket_sizes) if self.zero == 2 else 0)
 
     def fixed_bytes(self, stage: int) -> int:
         """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas' buffers

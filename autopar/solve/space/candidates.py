@@ -235,6 +235,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
         zero=point.zero,
+        reduce_dtype=asked.reduce_dtype,
     )
 
 

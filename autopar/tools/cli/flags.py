@@ -70,6 +70,14 @@ class PlanFlags:
             metavar="0|1|2",
         ),
     ] = None
+    reduce_dtype: Annotated[
+        str | None,
+        Option(
+            help="Dtype in which gradients travel between replicas: float32 (default), or bfloat16, which halves the "
+            "bytes and rounds gradients.",
+            metavar="DTYPE",
+        ),
+    ] = None
     microbatches: Annotated[
         int | None,
         Option(

@@ -99,6 +99,7 @@ def settings(before: Plan, after: Plan) -> Iterator[Change]:
         ("hardware", machine(before), machine(after)),
         ("mesh", before.mesh, after.mesh),
         ("ZeRO", before.zero or "no", after.zero or "no"),
+        ("gradients reduced in", before.reduce_dtype, after.reduce_dtype),
         ("schedule", before.schedule, after.schedule),
         ("chunks a rank", before.chunks, after.chunks),
         ("microbatches", cut_of(before), cut_of(after)),

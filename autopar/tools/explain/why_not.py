@@ -99,14 +99,16 @@ def plan_hardware(plan: Plan, file: str | None) -> Hardware:
 def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, Any]:
     """Keyword arguments of `autopar.plan` for a question.
 
-    Of the plan only its precision, its kind of cost and its memory limit are kept; the question's constraints are
-    added. The schedule is `autopar.plan`'s default, or any schedule if the plan or the question has several chunks per
-    rank.
+    Of the plan only its precision, its dtype of gradients between replicas, its kind of cost and its memory limit are
+    kept; the question's constraints are added. The schedule is `autopar.plan`'s default, or any schedule if the plan or
+    the question has several chunks per rank.
     """
     # Only prices of one kind compare, and an answer measures nothing.
     fixed: dict[str, Any] = {
         "precision": plan.precision, "cost": "auto" if plan.hardware.cost == "measured" else "analytic"
     }  # fmt: skip
+    if plan.reduce_dtype != "float32":
+        fixed["reduce_dtype"] = plan.reduce_dtype
     if plan.hardware.memory_bytes != hardware.memory_bytes:
         fixed["memory"] = plan.hardware.memory_bytes
     if plan.chunks > 1 or question.constraints.get("chunks", 1) > 1:

@@ -38,7 +38,8 @@ MAX_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where floa
 class Parity:
     """Result of a comparison. ``loss`` and ``notes`` are texts for people; notes name what was not compared.
 
-    ``autocast`` is the low dtype of mixed precision, None without.
+    ``autocast`` is the low dtype of mixed precision, None without. ``low`` is that, or the dtype in which gradients
+    travel between replicas if it is a low one.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Parity:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     autocast: str | None = None
+    low: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -105,18 +107,25 @@ def compare(
     ):
         copies = low_param_dtype(pm.plan.precision)
         references = [Reference(quiet, loss_fn, optimizer, pm, call, pm.autocast, copies)]
-        if pm.autocast is not None:
+        low = low_dtype(pm)
+        if low is not None:
             references.append(Reference(quiet, loss_fn, optimizer, pm, call))
         rows = [] if random else trained(pm, references, call, x, y, steps)
         rows.append(evaluated(pm, references, call))
-    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast)
+    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast, low)
+
+
+def low_dtype(pm: ParallelModel) -> str | None:
+    """The dtype with the fewest bits in which a model's results are rounded; None if all are in full precision."""
+    reduced = pm.plan.reduce_dtype if pm.plan.mesh.dp > 1 else "float32"
+    return reduced if reduced != "float32" else pm.autocast
 
 
 def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, y: Any, steps: int) -> list[Row]:
     """Rows of outputs, losses, gradients, weights and buffers after training all models for some steps.
 
     Args:
-        references: the reference to equal; in mixed precision followed by one in float32.
+        references: the reference to equal; with a low dtype followed by one in float32.
     Raises:
         TrainingError: float16 gradients overflow at every loss scale.
     """
@@ -138,7 +147,7 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
                 f"Nothing to compare: the gradients of {pm.plan.model.name} overflow float16 at every loss scale "
                 f'(now {pm.loss_scale():g}). Their loss or inputs are too large; precision="bf16" has a wider range.'
             )
-    rounding = rounding_of(pm.autocast)
+    rounding = rounding_of(low_dtype(pm))
     rows = [
         compared("outputs, train mode", *(run.outputs for run in runs), rounding=rounding),
         compared("loss", *(run.losses for run in runs), rounding=rounding),
@@ -146,7 +155,7 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
     ]
     states = [pm.state_dict(), *(reference.state() for reference in references)]
     parameters = {name for name, _ in references[0].model.named_parameters(remove_duplicate=False)}
-    updates = update_rounding(pm.autocast, LEARNING_RATE * steps)
+    updates = update_rounding(low_dtype(pm), LEARNING_RATE * steps)
     for quantity, wanted, allowed in (("weights", True, updates), ("buffers", False, rounding)):
         parts = [[(n, t) for n, t in state.items() if (n in parameters) is wanted] for state in states]
         if any(parts[:2]):
@@ -160,7 +169,7 @@ def evaluated(pm: ParallelModel, references: list[Reference], call: Call) -> Row
     for reference in references:
         reference.model.load_state_dict(pm.state_dict())
         outputs.append(reference.outputs(call))
-    return compared("outputs, eval mode", *outputs, rounding=rounding_of(pm.autocast))
+    return compared("outputs, eval mode", *outputs, rounding=rounding_of(low_dtype(pm)))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import Alternative, recomputing_text, zero_text
+from autopar.ir.plan_parts import Alternative, recomputing_text, replica_text
 from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, ranks_text, schedule_text
 from autopar.ir.text import NONE, labelled, numeric, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
@@ -54,7 +54,7 @@ def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Seque
 def described(plan: Plan) -> str:
     """A plan in one line."""
     return (
-        f"{plan.model.name}, {plan.mesh}{zero_text(plan.zero)}, {schedule_text(plan)}, {plan.precision}, "
+        f"{plan.model.name}, {plan.mesh}{replica_text(plan)}, {schedule_text(plan)}, {plan.precision}, "
         f"batch {batch_text(plan)}, on {plan.hardware.device} (cost model {plan.hardware.name})"
     )
 

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import zero_text
+from autopar.ir.plan_parts import replica_text
 from autopar.ir.table import batch_text, schedule_text, stage_ends
 from autopar.ir.text import labelled, numeric, plain_table
 from autopar.ir.units import COUNT, plural, text
@@ -54,11 +54,11 @@ def reference_text(parity: Parity) -> str:
 
 
 def noise_texts(parity: Parity) -> Sequence[str]:
-    """Additional tolerance of mixed precision, in words; none in the model's own precision."""
-    if parity.autocast is None:
+    """Additional tolerance of a low precision, in words; none in the model's own precision."""
+    if parity.low is None:
         return ()
-    relative = rounding_of(parity.autocast).relative
-    updates = update_rounding(parity.autocast, LEARNING_RATE * parity.steps)
+    relative = rounding_of(parity.low).relative
+    updates = update_rounding(parity.low, LEARNING_RATE * parity.steps)
     return (
         f"or ‖a−b‖ ≤ {TIMES:g}·‖b−c‖ + {relative:.0e}·‖b‖ for every tensor, where c is b in float32; for weights "
         f"{updates.absolute:.0e}·√n + {updates.single:.0e} instead of {relative:.0e}·‖b‖",
@@ -70,7 +70,7 @@ def mesh_text(plan: Plan) -> str:
     weights = [text for text in plan.shardings.values() if Layout.parse(text).splits]
     labels = [label for label in plan.strategies.values() if label]
     split = f", {plural(len(labels), 'operation')} and {plural(len(weights), 'weight')} split (repeated ones once)"
-    return f"{plan.mesh}{zero_text(plan.zero)}{split if plan.mesh.tp > 1 else ''}"
+    return f"{plan.mesh}{replica_text(plan)}{split if plan.mesh.tp > 1 else ''}"
 
 
 def row_table(rows: Sequence[Row]) -> Table:

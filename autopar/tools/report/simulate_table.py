@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from autopar.ir.plan_parts import zero_text
+from autopar.ir.plan_parts import replica_text
 from autopar.ir.table import GAP, NEARLY_FULL, NOTABLE_SHARE, batch_text, ranks_text, step_parts
 from autopar.ir.text import NONE, labelled, numeric, plain_table
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
@@ -48,7 +48,7 @@ def header(step: SimulatedStep) -> list[tuple[str, str]]:
             f"{mesh.devices:,} × {plan.hardware.device}, {text(plan.hardware.memory_bytes, BYTES)} each, over "
             f"{plan.hardware.link} (cost model {plan.hardware.name})",
         ),
-        ("mesh", f"{mesh}{zero_text(plan.zero)}"),
+        ("mesh", f"{mesh}{replica_text(plan)}"),
         ("schedule", f"{step.schedule}{chunks}"),
         (
             "step",

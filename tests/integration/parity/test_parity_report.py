@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.errors import UnknownOpWarning, UsageError
 from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import ZeroStage
 from autopar.tools.parity.compare import compare, default_loss
 from autopar.tools.parity.difference import compared, difference
 from autopar.tools.parity.rounding import update_rounding
@@ -185,6 +186,17 @@ def test_processes_equal_autocast(name: str, mesh: tuple[int, int, int], precisi
     assert parity.ok, [row for row in parity.rows if not row.ok]
     if precision == "bf16" and mesh == (2, 1, 1):
         assert all(row.bitwise for row in parity.rows)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_processes_that_reduce_in_bfloat16_are_equal_but_for_its_rounding(zero: ZeroStage) -> None:
+    torch.manual_seed(0)
+    make, inputs, classes = CASES["vit"]
+    model, x, y = make(), inputs(), torch.randint(0, classes, (8,))
+    parity = compare(model, x, y, 2, loss_fn=F.cross_entropy, dp=2, microbatches=1, zero=zero, reduce_dtype="bfloat16")
+    assert (parity.autocast, parity.low, parity.plan.reduce_dtype) == (None, "bfloat16", "bfloat16")
+    assert parity.ok, [row for row in parity.rows if not row.ok]
+    assert not all(row.bitwise for row in parity.rows)
 
 
 class BestFour(nn.Module):

@@ -38,6 +38,7 @@ from autopar.trace.trace import trace
         ({"zero1": True}, r"Unknown argument 'zero1'\. Did you mean zero\?"),
         ({"chunks": 2}, "under which each rank has one. Use schedule='interleaved', 'interleaved-overlap' or 'auto'"),
         ({"recompute": "some"}, "recompute='some' is unknown. It is one of none, all, auto"),
+        ({"reduce_dtype": "float16"}, "reduce_dtype='float16' is unknown. It is one of float32, bfloat16"),
         ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe, interleaved, interleaved-overlap, auto"),
         ({"microbatch": 4}, "Did you mean microbatches"),
         ({"microbatches": 2, "microbatch_size": 2}, "not both"),

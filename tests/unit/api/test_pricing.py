@@ -18,7 +18,7 @@ from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.hardware import Link
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -123,9 +123,12 @@ def test_overlapped_collectives_of_replicas_slow_compute_down() -> None:
     graph = trace(model.to("meta"), (torch.empty(32, 64, device="meta"),), {}, "train", "mlp")
     machine = replace(load_hardware("h200-nvlink"), replica_contention=Link(1e-4, 1e9))
     total = sum(weight.numel for weight in graph.weights)
-    cases: tuple[tuple[int, ZeroStage, int, int], ...] = ((1, 0, 0, 0), (2, 1, 8, 2), (4, 1, 8, 2), (4, 0, 8, 1))
-    for replicas, zero, num_bytes, collectives in cases:
-        weights = PlanCosts(graph, machine).unsharded(replicas, zero, 8).cost.weights
+    cases: tuple[tuple[int, ZeroStage, ReduceDtype, int, int], ...] = (
+        (1, 0, "float32", 0, 0), (2, 1, "float32", 8, 2), (4, 1, "float32", 8, 2), (4, 0, "float32", 8, 1),
+        (1, 0, "bfloat16", 0, 0), (4, 0, "bfloat16", 4, 1), (4, 1, "bfloat16", 6, 2), (4, 2, "bfloat16", 6, 2),
+    )  # fmt: skip
+    for replicas, zero, reduce_dtype, num_bytes, collectives in cases:
+        weights = PlanCosts(graph, machine, reduce_dtype).unsharded(replicas, zero, 8).cost.weights
         assert sum(w.num_buckets for w in weights) == pytest.approx(int(replicas > 1))
         for weight in weights:
             seconds = num_bytes * weight.numel / 1e9 + collectives * 1e-4 * weight.numel / total

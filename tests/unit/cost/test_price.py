@@ -1,6 +1,7 @@
 """Prices of groups, flows, weights and collectives, on graphs made by hand and random ones."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from autopar.cost.ops.op_cost import Pricing, op_costs
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import HardwareError
 from autopar.ir.graph import Graph, LocalDevice, Op
-from autopar.ir.hardware import Efficiency, Hardware, Launch
+from autopar.ir.hardware import Efficiency, Hardware, Launch, Link
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.network import Network, Port
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
@@ -307,6 +309,14 @@ SHARES = {
         Sharing(dp=2, zero=2),
         (128 + 64 + 128, 2 * (1e-3 + 128e-6) / 2, 576e-9 + 128e-9),
     ),
+    "bfloat16 between replicas": (
+        Sharing(dp=2, reduce_dtype="bfloat16"),
+        (512, (1e-3 + 128e-6) / 2, 1152e-9 + 2 * (128 + 64) * 1e-9),
+    ),
+    "ZeRO-2, bfloat16 between replicas": (
+        Sharing(dp=2, zero=2, reduce_dtype="bfloat16"),
+        (128 + 64 + 128, (1e-3 + 64e-6 + 1e-3 + 128e-6) / 2, 576e-9 + 1.5 * (128 + 64) * 1e-9),
+    ),
     "summed over shards": (
         Sharing(tp=2, storage={"fc1.weight": broadcast_layout()}),
         (512, 0.0, 1152e-9 + 128e-6 + 1e-3 * 128 / BUCKET),
@@ -329,6 +339,18 @@ def test_weights_alone_depend_on_the_replicas(case: str):
     sharing = SHARES[case][0]
     before = price(MLP, graph_stats(MLP), MACHINE, 2, Sharing(sharing.tp))
     assert with_weight_sharing(before, MLP, sharing, MACHINE) == price(MLP, graph_stats(MLP), MACHINE, 2, sharing)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_reduction_in_bfloat16_takes_half_the_time_and_a_gather_as_long(zero: ZeroStage):
+    machine = replace(MACHINE, collective=Link(0.0, 1e6))
+    wide, narrow = (
+        price(MLP, graph_stats(MLP), machine, 2, Sharing(dp=2, zero=zero, reduce_dtype=dtype)).weights
+        for dtype in get_args(ReduceDtype)
+    )
+    assert all(w.reduce_seconds > 0 for w in wide)
+    assert [w.reduce_seconds for w in narrow] == [pytest.approx(w.reduce_seconds / 2) for w in wide]
+    assert [w.gather_seconds for w in narrow] == [w.gather_seconds for w in wide]
 
 
 def test_replicas_on_other_nodes_communicate_over_the_network():

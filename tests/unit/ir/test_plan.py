@@ -41,6 +41,11 @@ def test_round_trip(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan()
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    narrow = replace(plan(), reduce_dtype="bfloat16")
+    assert Plan.from_json(narrow.to_json()) == narrow != plan()
+    earlier = json.loads(plan().to_json())
+    assert earlier.pop("reduce_dtype") == "float32"
+    assert Plan.from_json(json.dumps(earlier)) == plan()
 
 
 def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
@@ -70,6 +75,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         ("mesh.tp", 2, r"field prediction\.peak_bytes: has 2 entries for 4 ranks"),
         ("mesh.dp", 3, r"field prediction\.peak_bytes: has 2 entries for 6 ranks"),
         ("zero", 3, "Field zero"),
+        ("reduce_dtype", "float16", "Field reduce_dtype"),
         ("zero", 1, r"field zero: needs replicas to share the optimizer's state; mesh\.dp is 1"),
         ("strategies", {"0.linear": "n"}, r"field strategies: must be empty while mesh\.tp is 1"),
         ("mesh.pp", 3, "field stages: has 2 entries"),

@@ -15,9 +15,10 @@ from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
 from support.symmetric_buffers import ThreadBuffers, on_all
 
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.reduce_buffers import ReduceBuffers, reduce_buffers
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params import flat_buckets as buckets
@@ -33,11 +34,11 @@ def bucket(bounds: tuple[int, ...]) -> FlatBucket:
     return FlatBucket((), (), bounds, torch.float32, None)
 
 
-def collectives(member: SymmetricCommunicator) -> ReplicaCollectives:
+def collectives(member: SymmetricCommunicator, buffers: ReduceBuffers | None = None) -> ReplicaCollectives:
     """Collectives through a member's symmetric buffer."""
     transport = LocalTransport(member.rank, InProcessMailboxes())
     transport.symmetric_buffer = lambda ranks: member.buffer
-    return ReplicaCollectives(transport, range(member.ranks), CPU, 2400)
+    return ReplicaCollectives(transport, range(member.ranks), CPU, 2400, buffers)
 
 
 def summed(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
@@ -86,6 +87,57 @@ def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
             assert all(torch.equal(whole[low:high], given[rank, low:high]) for whole in wholes)
 
 
+@pytest.mark.usefixtures("symmetric_buffer_bytes")
+@pytest.mark.parametrize("bounds", [EVEN, UNEVEN])
+def test_peers_add_rounded_gradients_in_float32(bounds: tuple[int, ...]) -> None:
+    """What travels is rounded once; a sum that travels back, once more, and equally on all ranks."""
+    own = torch.randn(4, 3, bounds[-1])
+
+    def narrow(member: SymmetricCommunicator) -> ReplicaCollectives:
+        return collectives(member, ReduceBuffers(torch.bfloat16, bounds[-1], 2, CPU))
+
+    def summed_narrow(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        flat = given.clone()
+        narrow(member).sum(flat)()
+        return flat
+
+    def scattered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        flat, part = given.clone(), bucket(bounds)
+        narrow(member).reduce_scatter(flat, part)()
+        return part.segments(flat)[member.rank]
+
+    for given, wholes, parts in zip(own, on_all(own, summed_narrow), on_all(own, scattered), strict=True):
+        expected = given.bfloat16().float().sum(0)
+        for rank, (low, high) in enumerate(pairwise(bounds)):
+            torch.testing.assert_close(parts[rank], expected[low:high], rtol=1e-6, atol=1e-6)
+            assert torch.equal(wholes[rank], wholes[0])
+        torch.testing.assert_close(wholes[0], expected, rtol=2**-8, atol=1e-6)
+        assert torch.equal(wholes[0], wholes[0].bfloat16().float())
+
+
+def test_a_buffer_is_used_again_once_its_reduction_has_ended() -> None:
+    buffers, ended = ReduceBuffers(torch.bfloat16, 8, 2, CPU), list[int]()
+    flats = [torch.full((n,), 1.0 + n / 1024) for n in (8, 4, 6)]
+    handles, copies = [], []
+    for number, flat in enumerate(flats):
+        copies.append(buffers.copy_of(flat))
+        assert ended == [*range(number - 1)]
+        assert torch.equal(copies[-1], flat.bfloat16())
+        handles.append(buffers.track(functools.partial(ended.append, number)))
+    assert copies[0].data_ptr() == copies[2].data_ptr() != copies[1].data_ptr()
+    for handle in handles:
+        handle()
+    assert ended == [0, 1, 2]  # each once
+    assert not buffers.narrows(flats[0].half()) and buffers.narrows(flats[0].double())
+
+
+def test_what_is_as_narrow_already_travels_as_it_is() -> None:
+    low = FlatBucket((), (), (0, 8), torch.float16, None)
+    assert reduce_buffers([low], "bfloat16", CPU) is reduce_buffers([bucket(EVEN)], "float32", CPU) is None
+    buffers = reduce_buffers([low, bucket(EVEN)], "bfloat16", CPU)
+    assert buffers is not None and buffers.num_bytes == 2 * EVEN[-1]
+
+
 @pytest.fixture
 def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Ranks that are threads have buffers; the rank sets that asked for them."""
@@ -102,12 +154,15 @@ def shared_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return asked
 
 
-def trained(dp: int, zero: ZeroStage, precision: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(
+    dp: int, zero: ZeroStage, precision: Any, reduce_dtype: ReduceDtype = "float32"
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of some steps, and of accumulated ones."""
     torch.manual_seed(0)
     model = tiny_vit(2)
     x, y = torch.randn(4 * dp, 3, 32, 32), torch.randint(0, 10, (4 * dp,))
-    plan = plan_by_hand(model, x, 1 if zero == 2 else 2, [], dp=dp, zero=zero, precision=precision)
+    microbatches = 1 if zero == 2 else 2
+    plan = plan_by_hand(model, x, microbatches, [], dp=dp, zero=zero, precision=precision, reduce_dtype=reduce_dtype)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
     losses = [pm.train_step(x, y).loss for _ in range(3)]
     losses.append(pm.forward_backward(x, y).loss)
@@ -130,6 +185,17 @@ def test_training_through_buffers(dp: int, zero: ZeroStage, precision: str, requ
     assert again == pytest.approx(losses, abs=tolerance)
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_training_through_buffers_in_bfloat16(zero: ZeroStage, request: pytest.FixtureRequest) -> None:
+    losses, weights = trained(3, zero, "fp32", "bfloat16")
+    request.getfixturevalue("shared_buffers")
+    request.getfixturevalue("unequal")
+    again, others = trained(3, zero, "fp32", "bfloat16")
+    assert again == pytest.approx(losses, abs=2e-3)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=0, atol=2e-3, msg=name)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from autopar.api.program_cache import ProgramCache
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.comm_sizes import message_bytes, replica_buffer_bytes
 from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor, TensorEdge
-from autopar.ir.grad_buckets import bucket_sizes
+from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, bucket_sizes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.runtime.comm.symmetric_p2p import count_until_freed, reserved_bytes
@@ -200,6 +200,10 @@ def test_replicas_buffers_and_inputs_are_planned_for() -> None:
         w for w in lower_model(model, as_call(model, x).first(4), "train", "", "bf16").weights if w.requires_grad
     ]
     assert buffers(plan, 0, x.nbytes // 2) == replica_buffer_bytes(max(bucket_sizes(weights, 1)), 2)
+    largest = max(bucket_sizes(weights, 1)) // 2
+    narrow = on_gpus(model, x, dp=2, zero=0, microbatches=1, reduce_dtype="bfloat16")
+    taken = NUM_GRAD_SLOTS if len(bucket_sizes(weights, 1)) > 1 else 1
+    assert buffers(narrow, 0, x.nbytes // 2) == replica_buffer_bytes(largest, 2) + taken * largest
     captured = autopar.plan(
         model, 2, x, hardware="h200-nvlink", precision="bf16", dp=2, zero=0, microbatches=1, transport="nccl"
     )

@@ -62,6 +62,15 @@ def test_why_not_plans_for_the_optimizer_that_is_named(folder: Path) -> None:
     assert code == 2 and "--opt is for --why-not" in error
 
 
+def test_why_not_keeps_the_dtype_in_which_gradients_travel(folder: Path) -> None:
+    narrow, wide = (planned(VIT.name, 2, ("dp", 2), ("reduce_dtype", d)) for d in ("bfloat16", "float32"))
+    (answer,) = reported(saved(narrow), "--why-not", "dp=2")["why_not"]
+    assert answer["plan"]["reduce_dtype"] == "bfloat16"
+    assert "that is the plan in the file" in answer["text"]
+    (answer,) = reported(saved(wide), "--why-not", "dp=2,reduce-dtype=bfloat16")["why_not"]
+    assert Plan.from_json(json.dumps(answer["plan"])).decision == narrow.decision != wide.decision
+
+
 def test_why_not_plans_for_averages_of_weights(folder: Path) -> None:
     arguments = [f"{name}={value}" for name, value in VIT.kwargs.items()]
     flags = "--batch", "16", "--devices", "2", "--dp", "2", "--zero", "0", "--hardware", "h200-nvlink", "--model-kwargs"
