@@ -187,12 +187,12 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     found: list[Candidate] = []
     best = float("inf")
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
+    wants_zero2: set[Pipeline] = set()  # where ZeRO-1 does not fit, or only with recomputation
     for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
         if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
             break
-        # ZeRO-2 takes as long as ZeRO-1 and less memory: it is for what does not fit otherwise.
-        if point.zero == 2 and setting.constraints.zero is None and (point.pipeline, 1) not in too_large:
-            continue
+        if point.zero == 2 and setting.constraints.zero is None and point.pipeline not in wants_zero2:
+            continue  # as fast as ZeRO-1, which needs more memory
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
         # may: how many a rank holds depends on how they group.
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
@@ -203,6 +203,8 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
             continue
         found.append(candidate)
         best = min(best, candidate.seconds)
+        if point.zero == 1 and (candidate.step is None or candidate.recomputes):
+            wants_zero2.add(point.pipeline)
         if candidate.step is not None:
             continue
         kind = (point.pipeline, point.zero)

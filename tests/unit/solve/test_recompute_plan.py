@@ -18,6 +18,7 @@ from support.effort import examples
 from support.handmade import in_threads
 from support.models import tiny_vit
 from support.reference import Reference, assert_all_close
+from torch import nn
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError
@@ -194,3 +195,18 @@ def test_all_shardings_may_recompute() -> None:
     limit = free.prediction.peak_bytes[0] - 1
     fitting = autopar.plan(tiny_vit(depth=4), 2, torch.empty(16, 3, 32, 32), tp=2, memory=limit)
     assert max(fitting.prediction.peak_bytes) <= limit
+
+
+def test_zero2_is_taken_where_zero1_fits_with_recomputation_only() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(2048, 2048), nn.GELU())))
+        x = torch.empty(4096, 2048)
+    options: dict[str, Any] = {"dp": 2, "microbatches": 1, "hardware": "cpu-generic"}
+    needed = [
+        max(autopar.plan(model, 2, x, **options, zero=zero, recompute="none").prediction.peak_bytes) for zero in (1, 2)
+    ]
+    limit = memory_for(needed[1])
+    assert limit < needed[0]
+    plan, recomputing = (autopar.plan(model, 2, x, **options, memory=limit, zero=zero) for zero in (None, 1))
+    assert (plan.zero, chosen(plan), chosen(recomputing)) == (2, ["none"], ["all"])
+    assert plan.prediction.step_seconds < recomputing.prediction.step_seconds
