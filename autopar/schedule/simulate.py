@@ -84,6 +84,62 @@ def replayed_seconds(
     return run_actions(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
 
 
+@dataclass(frozen=True)
+class CriticalPath:
+    """Actions and transfers of which each begins where the one before ends, from the step's begin to its end.
+
+    With other durations it is a path of dependencies still, so that no step of this schedule is shorter than its sum.
+
+    Args:
+        forward, backward: per chunk, how often its action is on the path, a ragged microbatch by its size.
+        transfers: the same for each (src, dst).
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    transfers: Mapping[tuple[int, int], float]
+
+
+def critical_path(
+    schedule: str,
+    pp: int,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    sizes: Sequence[float],
+) -> CriticalPath:
+    """What `scheduled_seconds` is the sum of."""
+    num_chunks = len(forward_seconds)
+    if num_chunks == pp and schedule != "gpipe":
+        schedule = "1f1b"
+    skips = tuple(sorted((src, dst) for src, dst in transfers if src + 1 < dst))
+    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp, skips)
+    durations = [*forward_seconds, *backward_seconds]
+    ends: list[float] = []
+    causes: list[tuple[int, tuple[int, int] | None]] = []  # the action that each waits for, and the transfer from it
+    latest = [-1] * pp
+    for position, timed in enumerate(actions):
+        size, cause = sizes[timed.action.microbatch], (latest[timed.rank], None)
+        start = ends[cause[0]] if cause[0] >= 0 else 0.0
+        for source, chunks in timed.sources:
+            arrival = ends[source] + transfers.get(chunks, 0.0) * size
+            if arrival > start:
+                start, cause = arrival, (source, chunks)
+        ends.append(start + durations[timed.duration] * size)
+        causes.append(cause)
+        latest[timed.rank] = position
+    counts, sent = [0.0] * len(durations), dict[tuple[int, int], float]()
+    position = max(range(len(ends)), key=ends.__getitem__)
+    while position >= 0:
+        timed, (cause, chunks) = actions[position], causes[position]
+        size = sizes[timed.action.microbatch]
+        counts[timed.duration] += size
+        if chunks is not None:
+            sent[chunks] = sent.get(chunks, 0.0) + size
+        position = cause
+    return CriticalPath(counts[:num_chunks], counts[num_chunks:], sent)
+
+
 @dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action with what its start and end depend on.

@@ -8,28 +8,23 @@ from typing import Literal
 import pulp
 
 from autopar.errors import UsageError
-from autopar.solve.cuts.ilp import Program
 
 SolverName = Literal["HiGHS", "CBC"]
 
-
-@dataclass(frozen=True)
-class Solved:
-    """``stage_of`` is None where nothing was found; ``bound`` is a proven lower bound in the program's own unit.
-
-    ``infeasible`` means proven so; ``seconds`` is the solver's wall time.
-    """
-
-    solver: SolverName
-    stage_of: tuple[int, ...] | None
-    bound: float
-    infeasible: bool
-    seconds: float
+# Solvers meet constraints and integrality to 1e-6 in the program's unit, which is about the result's.
+SOLVER_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a solver run; ``found``: whether the variables hold a solution. Other fields as in `Solved`."""
+    """End of a solver run.
+
+    Args:
+        found: whether the variables hold a solution.
+        bound: proven lower bound in the program's own unit.
+        infeasible: proven so.
+        seconds: the solver's wall time.
+    """
 
     found: bool
     bound: float
@@ -50,13 +45,6 @@ def default_solver() -> SolverName:
     raise UsageError(
         "No integer-programming solver is installed: neither HiGHS nor CBC was found. `pip install highspy`."
     )
-
-
-def solve(program: Program, solver: SolverName) -> Solved:
-    """The best assignment that the solver finds within the problem's time limit and gap."""
-    outcome = run(program.lp, solver, program.problem.gap, program.problem.time_limit_seconds)
-    stage_of = stages_found(program) if outcome.found else None
-    return Solved(solver, stage_of, outcome.bound, outcome.infeasible, outcome.seconds)
 
 
 def run(lp: pulp.LpProblem, solver: SolverName, gap: float, time_limit_seconds: float) -> Outcome:
@@ -83,14 +71,6 @@ def run(lp: pulp.LpProblem, solver: SolverName, gap: float, time_limit_seconds: 
 
 # highspy.SolutionStatus.kSolutionStatusFeasible, written out because highspy may be missing.
 HIGHS_FEASIBLE = 2
-
-
-def stages_found(program: Program) -> tuple[int, ...]:
-    """The stages that the binaries' values say."""
-    return tuple(
-        sum(value_of(program.upto(v, s)) < 0.5 for s in range(program.problem.stages - 1))
-        for v in range(len(program.problem.cost.groups))
-    )
 
 
 def value_of(expression: pulp.LpAffineExpression | pulp.LpVariable | None) -> float:

@@ -12,13 +12,13 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, SolverInfo, ZeroStage
+from autopar.solve.backend import SOLVER_TOLERANCE
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
-from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
+from autopar.solve.cuts.evaluate import peak_bytes
 from autopar.solve.cuts.infeasible import memory_message
-from autopar.solve.cuts.local_search import simulated_faster
 from autopar.solve.cuts.merge import merge
-from autopar.solve.cuts.problem import Costs, CutProblem, Cuts, Priced, update_seconds
-from autopar.solve.cuts.solve import SOLVER_TOLERANCE, solve_cuts
+from autopar.solve.cuts.problem import Costs, CutProblem, Cuts, Priced
+from autopar.solve.cuts.solve import solve_cuts
 from autopar.solve.result.alternatives import MAX_MESHES, alternatives
 from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
 from autopar.solve.result.reasons import bound_by, seconds_without_limit
@@ -33,6 +33,7 @@ from autopar.solve.space.candidates import (
     even_share_bytes,
     fullest_rank_bytes,
     make_cut_problem,
+    point_of,
     points_with_other_schedules,
     shardings_at,
 )
@@ -46,19 +47,8 @@ FAR = 2.0
 EQUAL = 1e-9
 
 
-@dataclass(frozen=True)
-class Refined:
-    """The best sharding and cuts for a decision's mesh and microbatches, found together; ``gap`` is how far the
-    decision may be from the best by the same prices."""
-
-    priced: Priced
-    stage_of: tuple[int, ...]
-    solver: SolverInfo
-    gap: float
-
-
-# The joint model's answer to a decision, if it has one.
-Refine = Callable[[Decision], Refined | None]
+# The best sharding for a decision's mesh and microbatches, with what replicas exchange, if it is another one.
+Refine = Callable[[Decision], Priced | None]
 # Called with all candidates that were evaluated, and the decision.
 Listen = Callable[[Sequence[Candidate], Decision], None]
 
@@ -128,13 +118,7 @@ def search(
         which = f" Of all meshes {mesh} needs least." if others else ""
         remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
         raise InfeasibleError(f"{error}{which}{remedies}") from error
-    again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
-    plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
-    found = refine(decision) if refine is not None and chosen.problem.tp > 1 and plain else None
-    known = () if chosen.stage_of is None else (chosen.stage_of,)
-    decision, solver = simulate_and_improve(setting, decision, solver, *known)
-    if found is not None:
-        decision, solver = take_joint_solution(setting, decision, solver, found)
+    decision, solver = with_other_sharding(bounds, decision, solver, refine)
     check_memory(decision)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     free_seconds = seconds_without_limit(setting, decision)
@@ -336,37 +320,19 @@ def solve_final(bounds: LowerBounds, chosen: Candidate) -> tuple[Decision, Solve
     Raises:
         UsageError, InfeasibleError: as `solve_cuts`.
     """
-    if chosen.problem.chunks > 1 and chosen.step is not None:
-        return chosen.decision, certify_even_share(bounds, chosen)
-    cuts = solve_cuts(chosen.problem)
+    cuts = solve_cuts(bounds.setting, chosen.problem, chosen.stage_of)
     decision = Decision(chosen.problem, chosen.priced, chosen.point.zero, cuts.stage_of)
-    return decision, certify(bounds, decision, cuts)
+    return decision, certify_sharding(bounds, decision, cuts)
 
 
-def certify_even_share(bounds: LowerBounds, chosen: Candidate) -> SolverInfo:
-    """Proven bound of a step with several stages a rank: without any bubble, with compute and update in even shares,
-    it takes as long on every rank; and one microbatch passes all stages.
-
-    The gap is therefore at least the bubble. How much of that no cuts avoid is not known: shorter stages at both ends
-    of the pipeline have less of it than equal ones.
-    """
-    problem, tp = chosen.problem, chosen.problem.tp
-    work = sum(group.seconds for group in problem.cost.groups)
-    update = sum(weight.optimizer_seconds for weight in problem.cost.weights)
-    if tp > 1:  # of any sharding; where weights are split, by all ranks at most
-        work, update = bounds.proven_seconds.get((tp, problem.cost.batch), 0.0), update / tp
-    microbatches = bounds.setting.constraints.batch / problem.dp / problem.cost.batch
-    bound = min(max(microbatches / problem.pp, 1.0) * work + update / problem.pp, chosen.seconds)
-    gap = (chosen.seconds - bound) / chosen.seconds if chosen.seconds else 0.0
-    method = "shardings then cuts" if problem.tp > 1 else "cuts"
-    return SolverInfo("dynamic programme", "contiguous cuts", gap, 0.0, problem.balance, method)
-
-
-def certify(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
+def certify_sharding(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
     """Certificate: of the cuts alone or, with shardings, against every sharding over as many ranks.
 
-    A step of any sharding takes at least (m − 1) · W/S + W, with its microbatch's lower bound W on S stages, and then
-    the slowest update: at least an even share of all weights' with every weight split over all ranks.
+    A step of any sharding takes at least as long as one of S stages that divide its microbatch's lower bound W as they
+    please, W / (1 − (1 − 1/m)^S), or with several stages a rank an even share of all microbatches; and then an even
+    share of the optimizer's time with every weight split over all ranks.
+
+    Source: of S stages with times t, X >= m · t[s] + the t before s for every s is least where all are equal.
     """
     problem, solver = decision.problem, cuts.solver
     if problem.tp == 1:
@@ -375,13 +341,37 @@ def certify(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
     if problem.balance != "time":
         return solver
     work = bounds.proven_seconds.get((problem.tp, problem.cost.batch), 0.0)
+    microbatches = bounds.setting.constraints.batch / problem.dp / problem.cost.batch
     split = {name for name, layout in decision.priced.storage.items() if layout.splits}
-    update = sum(update_seconds(w) / (1 if w.name in split else problem.tp) for w in problem.cost.weights)
-    any_sharding = ((problem.microbatches - 1) / problem.stages + 1) * work + update / problem.stages
-    bound = min(cuts.bound_seconds, any_sharding)
-    gap = (cuts.objective_seconds - bound) / cuts.objective_seconds if cuts.objective_seconds else 0.0
+    update = sum(w.optimizer_seconds / (1 if w.name in split else problem.tp) for w in problem.cost.weights)
+    if problem.chunks > 1:
+        pipeline = max(microbatches / problem.pp, 1.0) * work
+    else:
+        pipeline = work / (1 - (1 - 1 / max(1.0, microbatches)) ** problem.pp)
+    bound = min(cuts.bound_seconds, pipeline + update / problem.pp)
+    gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE
     return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
+
+
+def with_other_sharding(
+    bounds: LowerBounds, decision: Decision, solver: SolverInfo, refine: Refine | None
+) -> tuple[Decision, SolverInfo]:
+    """The decision, or that with the sharding of ``refine`` if its step is shorter."""
+    problem = decision.problem
+    if refine is None or problem.tp == 1 or problem.balance != "time" or (priced := refine(decision)) is None:
+        return decision, solver
+    # A mesh with tensor parallelism is there to use it, however small the model.
+    if decision.priced.strategies and not priced.strategies:
+        return decision, solver
+    cost = priced.cost.recomputed if problem.recompute == "all" else priced.cost
+    other = Candidate(point_of(decision), replace(problem, cost=cost), priced, decision.stage_of, None)
+    try:
+        found, proven = solve_final(bounds, other)
+    except InfeasibleError:  # it holds more than the decision
+        return decision, solver
+    before, after = (step_time(bounds.setting, d.problem, d.stage_of).seconds for d in (decision, found))
+    return (found, proven) if after < before else (decision, solver)
 
 
 def check_memory(decision: Decision) -> None:
@@ -394,32 +384,3 @@ def check_memory(decision: Decision) -> None:
     capacity = problem.capacity_bytes
     if capacity is not None and peak_bytes(problem, decision.stage_of) > capacity:
         raise InfeasibleError(memory_message(problem, decision.stage_of))
-
-
-def simulate_and_improve(
-    setting: Setting, decision: Decision, solver: SolverInfo, *known: tuple[int, ...]
-) -> tuple[Decision, SolverInfo]:
-    """The decision with cuts that simulate faster, where there are such; what is proven is of the first ones."""
-    if decision.problem.chunks > 1 or (other := simulated_faster(setting, decision, *known)) is None:
-        return decision, solver
-    before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
-    return other, replace(solver, moved_share=1 - after / before)
-
-
-def take_joint_solution(
-    setting: Setting, decision: Decision, solver: SolverInfo, found: Refined
-) -> tuple[Decision, SolverInfo]:
-    """The joint solution if it fits and its step is shorter, otherwise the decision; with its certificate."""
-    problem = replace(decision.problem, cost=found.priced.cost)
-    other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
-    other, proven = simulate_and_improve(setting, other, found.solver, decision.stage_of)
-    fullest = fullest_bytes(problem, stage_costs(problem, other.stage_of))
-    before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
-    fits = fullest <= setting.constraints.capacity_bytes(setting.hardware)
-    # A mesh with tensor parallelism is there to use it, however small the model.
-    splits = bool(found.priced.strategies) or not decision.priced.strategies
-    if fits and splits and after < before:
-        return other, proven
-    closed = found.gap <= problem.gap + SOLVER_TOLERANCE
-    status = "optimal" if closed else solver.status
-    return decision, replace(found.solver, gap=found.gap, status=status, moved_share=solver.moved_share)

@@ -49,8 +49,8 @@ class StageIntervals:
 
     @cached_property
     def standing_bytes(self) -> Matrix:
-        """Bytes that do not depend on the microbatches in flight."""
-        held = self.costs.weight_bytes + self.costs.working.floor
+        """Bytes that do not depend on the microbatches in flight, without the working set."""
+        held = self.costs.weight_bytes
         if "tp" in self.problem.peers:
             held = held + self.costs.symmetric_bytes
         return held + self.problem.places * self.costs.incoming_bytes if self.problem.places else held
@@ -64,7 +64,8 @@ class StageIntervals:
         Error: low by gradients that wait for their bucket or have come in a step's one backward, by messages that the
             fullest rank has more of, and by gradients that several stages send for one tensor.
         """
-        held = self.standing_bytes + self.problem.in_flight[stage] * self.held_bytes + self.problem.fixed_bytes(stage)
+        held = self.standing_bytes + self.costs.working.floor + self.problem.fixed_bytes(stage)
+        held = held + self.problem.in_flight[stage] * self.held_bytes
         return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
 
     def times(self, stage: int) -> StageTimes:

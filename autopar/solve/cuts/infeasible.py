@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import networkx as nx
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.cost_graph import Group
-from autopar.ir.units import BYTES, percent, plural, text
+from autopar.ir.units import BYTES, percent, text
 from autopar.schedule.generate import may_overlap
-from autopar.solve.backend import SolverName, solve
-from autopar.solve.cuts.dynamic_programme import least_memory_cuts
-from autopar.solve.cuts.evaluate import peak_bytes, rank_costs, stage_costs
-from autopar.solve.cuts.ilp import memory_program
+from autopar.solve.cuts.evaluate import rank_costs, stage_costs
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.cuts.ranges import stage_ranges
 from autopar.solve.space.constraints import USABLE_MEMORY, memory_for
-
-# The least memory only appears in the message: a closer value is not worth the wait.
-MEMORY_GAP = 0.01
 
 # Share of a stage's memory from which a part of it is worth naming.
 NOTABLE_PART = 0.05
@@ -51,46 +46,27 @@ def check_num_stages(problem: CutProblem) -> None:
         )
 
 
-def least_memory(problem: CutProblem) -> tuple[int, ...]:
-    """Contiguous cuts within the capacity that keep the fullest rank about as empty as possible.
+def check_pins(problem: CutProblem) -> None:
+    """Refuse pins that no order of stages satisfies.
 
     Raises:
-        UsageError: the pins leave a stage without operations.
-        InfeasibleError: they do not fit.
+        UsageError: names the two pins.
     """
-    cuts = least_memory_cuts(problem)
-    if cuts is None:
-        raise no_cuts(problem, proven=True)
-    if problem.capacity_bytes is not None and peak_bytes(problem, cuts) > problem.capacity_bytes:
-        raise InfeasibleError(memory_message(problem, cuts))
-    return cuts
+    names = [g.name for g in problem.cost.groups]
+    graph = nx.DiGraph((f.producer, c) for f in problem.cost.edges for c in f.consumers)
+    for producer, later in sorted(problem.pins.items()):
+        readers = nx.descendants(graph, producer) if producer in graph else set[int]()
+        for reader, stage in sorted(problem.pins.items()):
+            if reader in readers and later > stage:
+                raise UsageError(
+                    f"Pins contradict the model's order: {names[reader]} is pinned to stage {stage}, and reads what "
+                    f"comes from {names[producer]}, pinned to stage {later}. Pin {names[producer]} to stage {stage} "
+                    f"or earlier, or {names[reader]} to stage {later} or later."
+                )
 
 
-def fitting_cuts(problem: CutProblem, solver: SolverName) -> tuple[int, ...]:
-    """Cuts within the capacity that keep the fullest stage as empty as possible, where contiguous cuts do not fit.
-
-    Raises:
-        UsageError: the pins leave a stage without operations.
-        InfeasibleError: none was found within the capacity; names the smallest that would do.
-    """
-    known = least_memory_cuts(problem)
-    solved = solve(memory_program(replace(problem, gap=MEMORY_GAP), stage_ranges(problem)), solver)
-    options = [cuts for cuts in (solved.stage_of, known) if cuts is not None]
-    if not options:
-        raise no_cuts(problem, solved.infeasible)
-    best = min(options, key=lambda cuts: peak_bytes(problem, cuts))
-    if problem.capacity_bytes is not None and peak_bytes(problem, best) > problem.capacity_bytes:
-        raise InfeasibleError(memory_message(problem, best))
-    return best
-
-
-def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
-    """The error for pins that leave a stage empty, or for a solver that found nothing in its time."""
-    if not proven:
-        return InfeasibleError(
-            f"No cuts of {problem.cost.model} into {plural(problem.stages, 'stage')} were found in "
-            f"{problem.time_limit_seconds:g} s. Give the solver more time or use fewer stages."
-        )
+def no_cuts(problem: CutProblem) -> UsageError:
+    """The error for pins that leave a stage empty."""
     pins = ", ".join(f"{problem.cost.groups[g].name} to {s}" for g, s in sorted(problem.pins.items()))
     return UsageError(
         f"The pins leave a stage of {problem.stages} without operations: {pins}. Use fewer stages or remove a pin."

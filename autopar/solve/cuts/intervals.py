@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -211,6 +212,21 @@ class WorkingSets:
         running = (self.transient[inside] + before[inside] + saved[begin + 1 : end + 1]).max()
         most = max(running, (arrived[inside] + saved[inside]).max(), left, packed) - saved[end]
         return int(max(self.floor[end, begin], most))
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """Working set of every interval."""
+        found, size = np.array(self.floor), len(self.transient)
+        outside = np.triu(np.ones((size, size), dtype=bool), 1)  # groups before the interval's first
+        for end in range(1, size + 1):
+            before, arrived, after = self.pending_before(end)
+            running = (self.transient[:end] + before)[:, None] + self.saved[1 : end + 1, :end]
+            most = np.maximum(running, arrived[:, None] + self.saved[:end, :end])
+            most[outside[:end, :end]] = -np.inf
+            packed = self.flattened[end, :end] + (0.0 if self.problem.has_buckets else after)
+            most = np.maximum.reduce([most.max(axis=0), after, packed]) - self.saved[end, :end]
+            found[end, :end] = np.maximum(found[end, :end], most)
+        return found
 
     def pending_before(self, end: int) -> tuple[Vector, Vector, Vector]:
         """Pending gradients of a backward that begins with the group before ``end``, by group; see

@@ -9,9 +9,8 @@ from itertools import pairwise
 from autopar.ir.plan_parts import Balance
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
-from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Decision, Setting, step_time, step_time_of
+from autopar.solve.result.make_plan import Setting, step_time_of
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
@@ -19,31 +18,6 @@ STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
 STRIDES = (8, 4, 2, 1)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
-
-
-def simulated_faster(setting: Setting, decision: Decision, *known: tuple[int, ...]) -> Decision | None:
-    """The decision with other contiguous cuts whose simulated step is shorter by more than the solver's gap, if any.
-
-    The integer program minimises (m − 1) · max t + Σ t. A simulated step is shorter where the slowest stage is not the
-    last one, as later ones wait in its shadow, and where messages of one boundary overlap.
-
-    Args:
-        known: other cuts to start from, as the stage of each group.
-    """
-    problem = decision.problem
-    if problem.stages == 1 or problem.balance != "time":
-        return None
-    merged = merge(problem)
-    first_of = [merged.unit_of.index(unit) for unit in range(len(merged.problem.cost.groups))]
-    starts = [tuple(stage_of[group] for group in first_of) for stage_of in (decision.stage_of, *known)]
-    starts = [units for units in starts if all(a <= b for a, b in pairwise(units))]
-    if (contiguous := contiguous_cuts(merged.problem)) is not None:
-        starts.append(contiguous)
-    if not starts:
-        return None
-    other = replace(decision, stage_of=merged.expand(local_search(setting, merged.problem, *starts)))
-    before, after = (step_time(setting, problem, d.stage_of).seconds for d in (decision, other))
-    return other if after < (1 - problem.gap) * before else None
 
 
 def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:

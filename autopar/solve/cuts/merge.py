@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import networkx as nx
 
@@ -24,7 +25,21 @@ class Merged:
         return tuple(stage_of[u] for u in self.unit_of)
 
 
-def merge(problem: CutProblem) -> Merged:
+# Orders of the units, all topological: as traced, or by the longest path of work from the inputs, or to the loss.
+Order = Literal["traced", "earliest", "latest"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def in_every_order(problem: CutProblem) -> list[Merged]:
+    """The problem on merged groups in each order that differs from the others."""
+    found: dict[tuple[int, ...], Merged] = {}
+    for order in ORDERS:
+        merged = merge(problem, order)
+        found.setdefault(merged.unit_of, merged)
+    return list(found.values())
+
+
+def merge(problem: CutProblem, order: Order = "traced") -> Merged:
     """The problem with each set of colocated groups merged into one.
 
     Groups on a path between two members have to join them, or stages would wait for each other. Units are the strongly
@@ -34,9 +49,9 @@ def merge(problem: CutProblem) -> Merged:
         UsageError: two groups of one unit are pinned to different stages.
     """
     cost = problem.cost
-    if "merged" not in cost.derived:
-        cost.derived["merged"] = merged_costs(cost)
-    merged, unit_of = cost.derived["merged"]
+    if ("merged", order) not in cost.derived:
+        cost.derived["merged", order] = merged_costs(cost, order)
+    merged, unit_of = cost.derived["merged", order]
     pins: dict[int, int] = {}
     by: dict[int, int] = {}
     for g, s in sorted(problem.pins.items()):
@@ -51,9 +66,9 @@ def merge(problem: CutProblem) -> Merged:
     return Merged(replace(problem, cost=merged, pins=pins), unit_of)
 
 
-def merged_costs(cost: CostGraph) -> tuple[CostGraph, tuple[int, ...]]:
+def merged_costs(cost: CostGraph, order: Order) -> tuple[CostGraph, tuple[int, ...]]:
     """The cost graph of the units, and the unit of each group."""
-    units = _units(cost)
+    units = _units(cost, order)
     unit_of = [0] * len(cost.groups)
     for u, members in enumerate(units):
         for g in members:
@@ -69,16 +84,33 @@ def merged_costs(cost: CostGraph) -> tuple[CostGraph, tuple[int, ...]]:
     return merged, tuple(unit_of)
 
 
-def _units(cost: CostGraph) -> list[list[int]]:
-    """Sets of groups that share a stage, in an order that every flow follows and that keeps to the groups' own."""
+def _units(cost: CostGraph, order: Order) -> list[list[int]]:
+    """Sets of groups that share a stage, in an order that every flow follows."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(cost.groups)))
     graph.add_edges_from((f.producer, c) for f in cost.edges for c in f.consumers)
     for names in cost.colocated:
         nx.add_cycle(graph, names)
-    condensed = nx.condensation(graph)
-    members = {u: sorted(condensed.nodes[u]["members"]) for u in condensed}
-    return [members[u] for u in nx.lexicographical_topological_sort(condensed, key=lambda u: members[u][0])]
+    units = nx.condensation(graph)
+    members = {u: sorted(units.nodes[u]["members"]) for u in units}
+    seconds = {u: sum(cost.groups[g].seconds for g in members[u]) for u in units}
+    key: dict[int, float] = {u: members[u][0] for u in units}
+    if order == "earliest":
+        key = longest_paths(units, seconds)
+    elif order == "latest":
+        key = {u: seconds[u] - path for u, path in longest_paths(units.reverse(copy=False), seconds).items()}
+    last = units.graph["mapping"][cost.loss]
+    return [
+        members[u] for u in nx.lexicographical_topological_sort(units, key=lambda u: (u == last, key[u], members[u][0]))
+    ]
+
+
+def longest_paths(graph: nx.DiGraph, seconds: Mapping[int, float]) -> dict[int, float]:
+    """The longest path to the end of each node."""
+    found: dict[int, float] = {}
+    for u in nx.topological_sort(graph):
+        found[u] = seconds[u] + max((found[v] for v in graph.predecessors(u)), default=0.0)
+    return found
 
 
 def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:

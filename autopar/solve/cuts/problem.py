@@ -225,17 +225,12 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The stage of every group.
-
-    ``objective_seconds`` is the solver's objective at these cuts and ``bound_seconds`` a proven lower bound of it: the
-    step time for balance "time", otherwise the largest load, expressed as its share of the compute time.
-    ``stage_seconds`` is always the time of one microbatch on each stage, its transfers to the next one included.
-    """
+    """The stage of every group, and a proven lower bound of what the solver minimises: the simulated step for balance
+    "time", otherwise the largest load, expressed as its share of the compute time."""
 
     stage_of: tuple[int, ...]
-    objective_seconds: float
+    seconds: float
     bound_seconds: float
-    stage_seconds: tuple[float, ...]
     solver: SolverInfo
 
 

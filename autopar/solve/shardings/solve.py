@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from autopar.ir.plan_parts import SolverInfo
 from autopar.ir.strategies import StrategyGraph
-from autopar.solve.backend import SolverName, default_solver, run
-from autopar.solve.cuts.solve import SOLVER_TOLERANCE
+from autopar.solve.backend import SOLVER_TOLERANCE, SolverName, default_solver, run
 from autopar.solve.shardings.cost import ObjectiveWeights, sharding_cost
 from autopar.solve.shardings.program import sharding_program
 from autopar.solve.shardings.variables import agrees
