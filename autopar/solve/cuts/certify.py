@@ -1,54 +1,46 @@
-"""A lower bound of the simulated step over all contiguous cuts, and the cuts that reach it.
+"""A lower bound of the simulated step over all contiguous cuts of one order, and the cuts that reach it.
 
-A simulated step is the longest of many paths of dependencies; each is linear in the stages' times. Such rows are added
-as mixtures of known cuts violate them, and cuts as they are cheapest under the prices of the rows, until neither is
-found (Kelley's and Dantzig's and Wolfe's methods together). Then no cuts are cheaper than the prices say, and the
-integer program decides among the few columns that may still beat the best cuts known.
+A simulated step is the longest of many paths of dependencies, and each is linear in the stages' times. The program
+starts with few of these rows; those that its solution violates are added, first to its relaxation and then to the whole
+program, until the step that it predicts is the simulated one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-import numpy as np
-
 from autopar.ir.microbatches import microbatch_factors
 from autopar.schedule.simulate import critical_path
-from autopar.solve.backend import SolverName
-from autopar.solve.cuts.columns import Columns, Path, Quantity, Weights, columns_of
-from autopar.solve.cuts.evaluate import fullest_bytes, objective_seconds, stage_costs
+from autopar.solve.backend import SolverName, value_of
+from autopar.solve.cuts.buffers import incoming_bytes
+from autopar.solve.cuts.evaluate import fullest_bytes, objective_seconds, rank_costs, stage_costs
 from autopar.solve.cuts.problem import CutProblem, objective_of
-from autopar.solve.cuts.program import Mixture, Row, best_columns, mix
+from autopar.solve.cuts.program import (
+    Numbers,
+    Quantity,
+    Windows,
+    cut_program,
+    freed_per_second,
+    pinned_windows,
+)
 from autopar.solve.result.make_plan import Setting, step_time_of
 
-# Rounds of pricing, and columns that the integer program is given at most: 8 stages of a ViT take some 30 rounds and
-# leave a few hundred columns.
-MAX_ROUNDS, MAX_COLUMNS = 100, 20_000
-# Columns are left out again where the last time left that share of them.
-SHRUNK = 0.8
-# Integer programs that are solved one after the other, each with the rows that the cuts of the last one violate.
-MAX_PROGRAMS = 30
-# Relative distance below which rows are not violated and prices do not improve.
+# Solutions that are tried one after the other, each with the rows that the last one violates.
+MAX_RELAXED, MAX_WHOLE = 60, 30
+# Relative excess from which a row counts as violated.
 CLOSE = 1e-6
+# Windows are narrowed again where that left no more than this share of them, of so many stages at most: two programs
+# per stage.
+SHRUNK, MAX_NARROWED = 0.7, 16
+ROUNDING = 1e-6
+# Binaries of the largest program that is solved whole; the bound of its relaxation stands for larger ones.
+MAX_BINARIES = 10_000
 
 
-@dataclass
-class Certificate:
-    """Best cuts known of one order of the groups, and what is proven of all.
-
-    Args:
-        seconds, units: of the best cuts; infinite and None without any.
-        bound_seconds: no contiguous cuts of the problem take less; infinite where it is proven that there are none.
-    """
-
-    seconds: float
-    units: tuple[int, ...] | None
-    bound_seconds: float = 0.0
-
-
-def value_of_cuts(setting: Setting, problem: CutProblem, units: Sequence[int]) -> float:
+def cuts_seconds(setting: Setting, problem: CutProblem, units: Sequence[int]) -> float:
     """What is minimised, at given cuts: the simulated step, or the largest load for other balances. Infinite where a
     rank is too full."""
     costs = stage_costs(problem, units)
@@ -59,215 +51,276 @@ def value_of_cuts(setting: Setting, problem: CutProblem, units: Sequence[int]) -
     return step_time_of(setting, problem, units, costs).seconds
 
 
+@dataclass
+class Certificate:
+    """Best cuts known, and a bound that no contiguous cuts of this order undercut.
+
+    Args:
+        seconds: of the best cuts known of any order; infinite without any.
+        units: cuts of this order that are as good, if they were found here.
+        bound_seconds: infinite where it is proven that there are no cuts.
+    """
+
+    seconds: float
+    units: tuple[int, ...] | None = None
+    bound_seconds: float = 0.0
+
+
 def certify(
-    setting: Setting, problem: CutProblem, seconds: float, units: tuple[int, ...] | None, solver: SolverName
+    setting: Setting, problem: CutProblem, seconds: float, solver: SolverName, time_limit_seconds: float
 ) -> Certificate:
     """The best contiguous cuts of a problem whose groups are in order, with a bound.
 
     Args:
-        seconds, units: the best cuts known, of this order or, without units, of another one; only better ones matter.
+        seconds: of the best cuts known; only better ones are looked for.
     """
-    found = Certificate(seconds, units)
-    columns = columns_of(problem)
-    search = Search(setting, problem, columns, found, solver)
-    among, left = None, float("inf")
-    while search.relax() and (among is None or len(among) < SHRUNK * left):
-        left = float("inf") if among is None else len(among)
-        among = search.cheap_columns()
-        columns.keep(among)
-    if among is not None and not search.closed and len(among) <= MAX_COLUMNS:
-        search.decide(among)
+    found = Certificate(seconds)
+    search = Search(setting, problem, found, solver, monotonic() + time_limit_seconds)
+    windows = pinned_windows(problem)
+    while windows is not None and search.relax(windows):
+        narrower = search.narrow(windows)
+        if narrower is not None and width(narrower) > SHRUNK * width(windows):
+            search.solve()
+            return found
+        windows = narrower
+    if windows is None:
+        search.prove(float("inf"))
     return found
+
+
+def width(windows: Windows) -> int:
+    """Number of binaries."""
+    return sum(windows[1]) - sum(windows[0])
 
 
 @dataclass
 class Search:
-    """State of `certify`."""
+    """State of `certify`. ``limit_seconds``: what the windows leave out costs at least that."""
 
     setting: Setting
     problem: CutProblem
-    columns: Columns
     found: Certificate
     solver: SolverName
-    rows: list[Row] = field(default_factory=list)
-    paths: list[Path] = field(default_factory=list)
-    prices: Weights | None = None
-    constant_seconds: float = 0.0
+    end: float
+    rows: dict[tuple[str, frozenset[tuple[tuple[int, Quantity], float]]], Numbers] = field(default_factory=dict)
     limit_seconds: float = float("inf")
 
     def __post_init__(self) -> None:
-        problem = self.problem
+        problem, stages = self.problem, range(self.problem.stages)
+        self.unit = sum(group.seconds for group in problem.cost.groups) * problem.microbatches / problem.pp or 1.0
         self.sizes = microbatch_factors(self.setting.constraints.batch // problem.dp, problem.microbatches)
-        self.base = np.zeros((problem.stages, len(Quantity)))
-        self.base[:, Quantity.TRAFFIC] = objective_of(problem).traffic
-        self.end = monotonic() + problem.time_limit_seconds
-        if problem.balance == "time":
-            for stage in range(problem.stages):  # the path through all microbatches of one stage
-                self.rows.append(
-                    self.pipeline_row([1.0 + problem.stages * (s == stage) for s in range(problem.stages)])
-                )
-            self.rows += [self.tail_row(position, False, False) for position in range(problem.pp)]
+        if problem.balance != "time":
+            for s in stages:
+                self.keep("pipeline", {(s, Quantity.LOAD): 1.0})
         else:
-            self.rows += [self.row("pipeline", {(s, Quantity.LOAD): 1.0}) for s in range(problem.stages)]
+            for one in stages:  # the path through all microbatches of each stage
+                seconds = [1.0 + problem.stages * (s == one) for s in stages]
+                self.keep("pipeline", self.path(seconds, seconds, {}))
+            for position in range(problem.pp):
+                self.keep("tail", self.tail(position))
+        if problem.may_recompute and problem.chunks == 1:
+            for s in stages:
+                self.keep("memory", self.memory(s, (problem.in_flight[s],)))
+
+    def start(self, windows: Windows) -> bool:
+        """Make the program of some windows; whether there is one."""
+        made = cut_program(self.problem, self.unit, windows)
+        if made is None:
+            return False
+        self.program = made
+        for (kind, _), weights in self.rows.items():
+            made.add(kind, weights)
+        traffic = objective_of(self.problem).traffic
+        base = made.weighted({(s, Quantity.TRAFFIC): traffic for s in range(self.problem.stages - 1)})
+        self.objective = made.pipeline + made.tail + base
+        made.lp.setObjective(self.objective)
+        return True
 
     @property
     def closed(self) -> bool:
         """Whether the bound is within the problem's gap of the best cuts."""
         return self.found.bound_seconds >= (1 - self.problem.gap) * self.found.seconds
 
+    @property
+    def left_seconds(self) -> float:
+        """Seconds until the time limit."""
+        return self.end - monotonic()
+
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def row(self, kind: str, weights: dict[tuple[int, Quantity], float], limit: float = 0.0) -> Row:
-        matrix = np.zeros((self.problem.stages, len(Quantity)))
-        for place, weight in weights.items():
-            matrix[place] = weight
-        return Row(kind, matrix, limit)  # pyright: ignore[reportArgumentType]
+    def keep(self, kind: str, weights: Numbers) -> bool:
+        """Take a row for every program, unless it was taken before."""
+        key = kind, frozenset(weights.items())
+        known = key in self.rows or not weights
+        if not known:
+            self.rows[key] = weights
+        return not known
 
-    def pipeline_row(self, forward: Sequence[float], amounts: Weights | None = None) -> Row:
-        """The critical path at mixed amounts, or where forwards and backwards take so long and messages no time."""
-        stages, backward, transfers = self.problem.stages, forward, dict[tuple[int, int], float]()
-        if amounts is not None:
-            backward = amounts[:, Quantity.BACKWARD].tolist()
-            for s in range(stages - 1):
-                transfers[s, s + 1] = max(0.0, float(amounts[s, Quantity.SENT]))
-                transfers[s + 1, s] = max(0.0, float(amounts[s, Quantity.RETURNED]))
-        path = critical_path(self.problem.schedule, self.problem.pp, forward, backward, transfers, self.sizes)
+    def add(self, kind: str, weights: Numbers) -> bool:
+        """Take a row, for this program too."""
+        if new := self.keep(kind, weights):
+            self.program.add(kind, weights)
+        return new
+
+    def path(
+        self, forward: Sequence[float], backward: Sequence[float], transfers: dict[tuple[int, int], float]
+    ) -> Numbers:
+        """Weights of the critical path under the given durations."""
+        problem = self.problem
+        path = critical_path(problem.schedule, problem.pp, forward, backward, transfers, self.sizes)
         weights: dict[tuple[int, Quantity], float] = {}
-        for s in range(stages):
+        for s in range(problem.stages):
             weights[s, Quantity.FORWARD], weights[s, Quantity.BACKWARD] = path.forward[s], path.backward[s]
-            weights[s, Quantity.SENT] = path.transfers.get((s, s + 1), 0.0)
-            weights[s, Quantity.RETURNED] = path.transfers.get((s + 1, s), 0.0)
-        return self.row("pipeline", weights)
-
-    def tail_row(self, position: int, reduce: bool, gather: bool) -> Row:
-        """What ranks at a position take after the pipeline; with several stages a rank, with what of the reduction and
-        the all-gather is longer than the passes that hide it."""
-        if self.problem.chunks == 1:
-            return self.row("tail", {(position, Quantity.TAIL): 1.0})
-        parts = {Quantity.UPDATE: 1.0, Quantity.REDUCE: float(reduce), Quantity.GATHER: float(gather)}
-        return self.row("tail", {(s, q): w for s in self.problem.stages_at(position) for q, w in parts.items()})
-
-    def violated(self, mixed: Mixture) -> list[Row]:
-        """Rows that mixed amounts violate: of the simulated pipeline, of the tails and of ranks' memory."""
-        problem, amounts, found = self.problem, mixed.amounts, list[Row]()
-        if problem.balance == "time":
-            row = self.pipeline_row(amounts[:, Quantity.FORWARD].tolist(), amounts)
-            if (row.weights * amounts).sum() > mixed.pipeline_seconds + CLOSE * mixed.seconds:
-                found.append(row)
-        if problem.chunks == 1:
-            return found
-        for position in range(problem.pp):
-            own = list(problem.stages_at(position))
-            flags = [bool(amounts[own, q].sum() > 0) for q in (Quantity.REDUCE, Quantity.GATHER)]
-            row = self.tail_row(position, *flags)
-            if problem.balance == "time" and (row.weights * amounts).sum() > mixed.tail_seconds + CLOSE * mixed.seconds:
-                found.append(row)
-            if problem.capacity_bytes is not None:
-                row = self.memory_row(position, amounts)
-                if (row.weights * amounts).sum() > (1 + mixed.lacking + CLOSE) * row.limit:
-                    found.append(row)
-        return found
-
-    def memory_row(self, position: int, amounts: Weights) -> Row:
-        """Memory of ranks at a position, without working sets, at the moment that is fullest with mixed amounts."""
-        own = list(self.problem.stages_at(position))
-        held = amounts[own, Quantity.HELD]
-        fullest = max(self.problem.in_flight_profiles[position], key=lambda profile: float((profile * held).sum()))
-        weights = {(s, Quantity.HELD): float(n) for s, n in zip(own, fullest, strict=True)}
-        weights |= {(s, Quantity.STANDING): 1.0 for s in own}
-        return self.row("memory", weights, float(self.problem.capacity_bytes or 0))
-
-    # -- the relaxation --------------------------------------------------------------------------------------------
-
-    def add(self, path: Path) -> None:
-        """Take a path among the known ones, as the best cuts if it is shorter than these."""
-        self.paths.append(path)
-        units = path.stage_of
-        seconds = value_of_cuts(self.setting, self.problem, units)
-        if seconds < self.found.seconds:
-            self.found.seconds, self.found.units = seconds, units
-
-    def relax(self) -> bool:
-        """Prove as much as prices of rows can, of the columns that are left; whether others may be left out now."""
-        value, path = self.columns.shortest(self.even_prices())
-        self.paths, self.prices = [], None
-        if path is None:
-            self.prove(float("inf"))
-            return False
-        self.add(path)
-        unit, proven = value or 1.0, 0.0
-        for _ in range(MAX_ROUNDS):
-            mixed = mix(self.paths, self.rows, self.base, unit, self.solver)
-            while more := self.violated(mixed):
-                self.rows += more
-                mixed = mix(self.paths, self.rows, self.base, unit, self.solver)
-            prices, constant = self.priced(mixed, unit)
-            value, path = self.columns.shortest(prices)
-            assert path is not None, "a path was there before"
-            if value - constant > proven or self.prices is None:
-                proven, self.prices, self.constant_seconds = value - constant, prices, constant
-                self.prove(proven)
-            known = any((path.ends, path.ways) == (p.ends, p.ways) for p in self.paths)
-            if self.closed or known or proven >= mixed.seconds * (1 - CLOSE) or monotonic() > self.end:
-                break
-            self.add(path)
-        return not self.closed and np.isfinite(self.found.seconds)
-
-    def prove(self, seconds: float) -> None:
-        """Take in a bound of the columns that are left; those that are not cost at least ``limit_seconds``."""
-        self.found.bound_seconds = max(self.found.bound_seconds, min(seconds, self.limit_seconds))
-
-    def even_prices(self) -> Weights:
-        """Weights before any row has a price: every second of compute and of the tails alike."""
-        weights = np.array(self.base)
-        weights[:, [Quantity.FORWARD, Quantity.BACKWARD, Quantity.LOAD]] += 1.0 / self.problem.stages
+            if problem.may_recompute:
+                weights[s, Quantity.AGAIN] = path.backward[s]
+            if s < problem.stages - 1:
+                weights[s, Quantity.SENT] = path.transfers.get((s, s + 1), 0.0)
+                weights[s, Quantity.RETURNED] = path.transfers.get((s + 1, s), 0.0)
         return weights
 
-    def priced(self, mixed: Mixture, unit: float) -> tuple[Weights, float]:
-        """Weights of the quantities under the prices of the rows, and what they count too much."""
-        weights, constant = np.array(self.base), 0.0
-        totals = {
-            kind: max(1.0, sum(p for p, row in zip(mixed.prices, self.rows) if row.kind == kind))
-            for kind in ("pipeline", "tail")
-        }
-        for price, row in zip(mixed.prices, self.rows, strict=True):
-            if row.kind == "memory":
-                weights += price * unit / row.limit * row.weights
-                constant += price * unit
-            else:
-                weights += price / totals[row.kind] * row.weights
-        return weights, constant
+    def tail(self, position: int, reduce: bool = False, gather: bool = False) -> Numbers:
+        """What ranks take after the pipeline; with what the reduction and the all-gather take more than the passes that
+        hide them.
 
-    # -- the integer program ---------------------------------------------------------------------------------------
+        """
+        weights: dict[tuple[int, Quantity], float] = {}
+        for s in self.problem.stages_at(position):
+            weights[s, Quantity.UPDATE] = 1.0
+            if not (reduce or gather):
+                weights[s, Quantity.EXPOSED] = 1.0
+            if reduce:
+                weights[s, Quantity.REDUCE] = 1.0
+                if self.problem.may_recompute:
+                    weights[s, Quantity.AGAIN] = -1.0
+            if gather:
+                weights[s, Quantity.GATHER] = 1.0
+        return weights
 
-    def cheap_columns(self) -> list[tuple[int, int, int, int]]:
-        """Columns that may be in a path shorter than the best by more than the gap."""
-        assert self.prices is not None
-        self.limit_seconds = min(self.limit_seconds, (1 - self.problem.gap) * self.found.seconds)
-        return list(self.columns.cheap(self.prices, self.limit_seconds + self.constant_seconds))
+    def memory(self, position: int, held: Sequence[int]) -> Numbers:
+        """Memory of ranks that hold so many microbatches of each of their stages, without working sets; what a stage
+        recomputes frees some."""
+        problem, weights = self.problem, dict[tuple[int, Quantity], float]()
+        freed = freed_per_second(problem) if problem.may_recompute else 0.0
+        capacity = float(problem.capacity_bytes or 1)
+        for s, n in zip(problem.stages_at(position), held, strict=True):
+            weights[s, Quantity.STANDING], weights[s, Quantity.HELD] = 1.0, float(n)
+            if freed == float("inf"):
+                return {}
+            if freed:
+                weights[s, Quantity.AGAIN] = -n * freed * self.unit / capacity
+        return weights
 
-    def decide(self, among: Sequence[tuple[int, int, int, int]]) -> None:
-        """Find the best path over some columns."""
-        tried = list[Path]()
-        for _ in range(MAX_PROGRAMS):
-            left = self.end - monotonic()
-            if left <= 0:
+    def add_violated(self, amounts: Numbers) -> bool:
+        """Add the rows that the amounts of a solution violate; whether there are any."""
+        problem, pipeline, tail = self.problem, self.program.pipeline, self.program.tail
+        stages, added = range(problem.stages), False
+
+        def exceeds(weights: Numbers, limit: float) -> bool:
+            return sum(w * amounts.get(key, 0.0) for key, w in weights.items()) > limit
+
+        if problem.balance == "time":
+            seconds, after = (value_of(part) * self.unit for part in (pipeline, tail))
+            slack = CLOSE * (seconds + after)
+            forward = [max(0.0, amounts[s, Quantity.FORWARD]) for s in stages]
+            backward = [max(0.0, amounts[s, Quantity.BACKWARD] + amounts.get((s, Quantity.AGAIN), 0.0)) for s in stages]
+            transfers = {(s, s + 1): max(0.0, amounts[s, Quantity.SENT]) for s in stages[:-1]}
+            transfers |= {(s + 1, s): max(0.0, amounts[s, Quantity.RETURNED]) for s in stages[:-1]}
+            if exceeds(weights := self.path(forward, backward, transfers), seconds + slack):
+                added |= self.add("pipeline", weights)
+            for position in range(problem.pp):
+                own = problem.stages_at(position)
+                again = sum(amounts.get((s, Quantity.AGAIN), 0.0) for s in own)
+                reduce = sum(amounts[s, Quantity.REDUCE] for s in own) > again
+                gather = sum(amounts[s, Quantity.GATHER] for s in own) > 0
+                if (reduce or gather) and exceeds(weights := self.tail(position, reduce, gather), after + slack):
+                    added |= self.add("tail", weights)
+        if problem.chunks > 1 and problem.capacity_bytes is not None:
+            for position in range(problem.pp):
+                for held in problem.in_flight_profiles[position]:
+                    weights = self.memory(position, held)
+                    if exceeds(self.in_bytes(weights), problem.capacity_bytes * (1 + CLOSE)):
+                        added |= self.add("memory", weights)
+        return added
+
+    def in_bytes(self, weights: Numbers) -> Numbers:
+        """Weights of a memory row for seconds instead of units."""
+        scale = (self.problem.capacity_bytes or 1) / self.unit
+        return {key: w * (1.0 if key[1].is_bytes else scale) for key, w in weights.items()}
+
+    # -- solutions -------------------------------------------------------------------------------------------------
+
+    def prove(self, seconds: float) -> None:
+        """Take in a bound of what the windows leave."""
+        self.found.bound_seconds = max(self.found.bound_seconds, min(seconds, self.limit_seconds))
+
+    def relax(self, windows: Windows) -> bool:
+        """Add rows while the relaxation's solution violates any; whether better cuts may be left, and time."""
+        if not self.start(windows):
+            self.prove(float("inf"))
+            return False
+        for _ in range(MAX_RELAXED):
+            outcome = self.program.solve(False, self.solver, 0.0, max(1.0, self.left_seconds))
+            self.prove(float("inf") if outcome.infeasible else outcome.bound * self.unit)
+            if self.closed or not outcome.found or self.left_seconds <= 0:
+                return False
+            if not self.add_violated(self.program.solved_amounts()):
                 break
-            program = best_columns(
-                self.columns, among, self.rows, self.base, self.limit_seconds, self.solver, self.problem.gap / 2, left,
-                tried,
-            )  # fmt: skip
-            self.prove(float("inf") if program.infeasible else program.bound_seconds)
-            if program.path is None or self.closed:
-                break
-            tried.append(program.path)
-            self.add(program.path)
-            self.rows += self.rows_of(program.path)
+        return width(windows) <= MAX_BINARIES
+
+    def limit(self) -> None:
+        """Ask for cuts that are better than the best known by more than the gap."""
+        better = (1 - self.problem.gap) * self.found.seconds
+        if better < self.limit_seconds:
+            self.limit_seconds = better
+        if self.limit_seconds < float("inf"):
+            self.program.lp.addConstraint(self.objective <= self.limit_seconds / self.unit)
+
+    def narrow(self, windows: Windows) -> Windows | None:
+        """Where stages begin in any better cuts, by the relaxation; None if there are none."""
+        program, (first, last) = self.program, ([*windows[0]], [*windows[1]])
+        self.limit()
+        if self.limit_seconds == float("inf") or self.problem.stages > MAX_NARROWED:
+            return windows
+        for s in range(1, self.problem.stages):
+            for bound, sign in ((first, 1), (last, -1)):
+                program.lp.setObjective(sign * program.begin(s))
+                outcome = program.solve(False, self.solver, 0.0, max(1.0, self.left_seconds))
+                if outcome.infeasible:
+                    return None
+                if outcome.found:
+                    begin = sign * value_of(program.lp.objective)
+                    bound[s] = math.ceil(begin - ROUNDING) if sign > 0 else math.floor(begin + ROUNDING)
+        program.lp.setObjective(self.objective)
+        return (first, last) if all(low <= high for low, high in zip(first, last)) else None
+
+    def solve(self) -> None:
+        """Try the best whole solutions until none can be better than the best cuts known by more than the gap."""
+        program = self.program
+        for _ in range(MAX_WHOLE):
+            if self.left_seconds <= 0:
+                return
+            outcome = program.solve(True, self.solver, self.problem.gap / 2, self.left_seconds)
+            self.prove(float("inf") if outcome.infeasible else outcome.bound * self.unit)
+            if not outcome.found:
+                return
+            units = program.solved_units()
+            seconds = cuts_seconds(self.setting, self.problem, units)
+            if seconds < self.found.seconds:
+                self.found.seconds, self.found.units = seconds, units
+            self.add_violated(program.solved_amounts())
+            program.refuse(units, range(self.problem.stages) if seconds < float("inf") else self.too_full(units))
+            if not program.possible:
+                self.prove(float("inf"))
             if self.closed:
-                break
+                return
+            self.limit()
 
-    def rows_of(self, path: Path) -> list[Row]:
-        """Rows by which a path's own step is longer than the program said."""
-        exact = Mixture(path.amounts, 0.0, 0.0, 0.0, 0.0, ())
-        known = {(row.kind, row.weights.tobytes()) for row in self.rows}
-        return [row for row in self.violated(exact) if (row.kind, row.weights.tobytes()) not in known]
+    def too_full(self, units: Sequence[int]) -> set[int]:
+        """Stages of which these cuts are over the capacity: those of the fullest rank, and of the one that receives
+        most, as places for messages are as large on every rank."""
+        problem = self.problem
+        ranks = rank_costs(problem, stage_costs(problem, units))
+        fullest = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
+        incoming = incoming_bytes(problem, units)
+        receives = max(range(problem.pp), key=lambda p: sum(incoming[p :: problem.pp]))
+        return {*problem.stages_at(fullest), *(problem.stages_at(receives) if problem.places else ())}

@@ -7,7 +7,7 @@ from time import monotonic
 from autopar.errors import InfeasibleError
 from autopar.ir.plan_parts import SolverInfo
 from autopar.solve.backend import SOLVER_TOLERANCE, SolverName, default_solver
-from autopar.solve.cuts.certify import certify, value_of_cuts
+from autopar.solve.cuts.certify import certify, cuts_seconds
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import peak_bytes
 from autopar.solve.cuts.infeasible import check_num_stages, check_pins, memory_message, no_cuts
@@ -37,21 +37,21 @@ def solve_cuts(
     orders = in_every_order(problem)
     check_num_stages(orders[0].problem)
     check_pins(orders[0].problem)
-    seconds = value_of_cuts(setting, problem, known) if known is not None else float("inf")
+    seconds = cuts_seconds(setting, problem, known) if known is not None else float("inf")
     stage_of = known if seconds < float("inf") else None
     bound = float("inf")
     for merged in orders:
         units = start(setting, merged)
-        if units is not None and (own := value_of_cuts(setting, merged.problem, units)) < seconds:
+        if units is not None and (own := cuts_seconds(setting, merged.problem, units)) < seconds:
             seconds, stage_of = own, merged.expand(units)
     for merged in orders:
-        found = certify(setting, merged.problem, seconds, None, name)
+        found = certify(setting, merged.problem, seconds, name, problem.time_limit_seconds - (monotonic() - begin))
         if found.units is not None:
             seconds, stage_of = found.seconds, merged.expand(found.units)
         bound = min(bound, found.bound_seconds)
     if stage_of is None:
         raise does_not_fit(orders)
-    seconds = value_of_cuts(setting, problem, stage_of)
+    seconds = cuts_seconds(setting, problem, stage_of)
     bound = min(bound, seconds)
     gap = (seconds - bound) / seconds if seconds else 0.0
     took = monotonic() - begin
