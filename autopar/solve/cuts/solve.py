@@ -44,8 +44,9 @@ def solve_cuts(
         units = start(setting, merged)
         if units is not None and (own := cuts_seconds(setting, merged.problem, units)) < seconds:
             seconds, stage_of = own, merged.expand(units)
-    for merged in orders:
-        found = certify(setting, merged.problem, seconds, name, problem.time_limit_seconds - (monotonic() - begin))
+    for number, merged in enumerate(orders):
+        left = problem.time_limit_seconds - (monotonic() - begin)
+        found = certify(setting, merged.problem, seconds, name, left / (len(orders) - number))
         if found.units is not None:
             seconds, stage_of = found.seconds, merged.expand(found.units)
         bound = min(bound, found.bound_seconds)
