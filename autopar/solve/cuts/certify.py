@@ -36,9 +36,8 @@ CLOSE = 1e-6
 # per stage.
 SHRUNK, MAX_NARROWED = 0.7, 16
 ROUNDING = 1e-6
-# Binaries of the largest program. An even share of the work bounds larger ones: with 40 stages of 290 groups a relaxation
-# takes 10 s on one core, and its bound is 0.5 % higher.
-MAX_BINARIES = 4000
+# Binaries of the largest program; an even share of the work bounds larger ones.
+MAX_BINARIES = 20_000
 
 
 def cuts_seconds(setting: Setting, problem: CutProblem, units: Sequence[int]) -> float:
@@ -323,8 +322,6 @@ class Search:
                 self.found.seconds, self.found.units = seconds, units
             self.add_violated(program.solved_amounts())
             program.refuse(units, range(self.problem.stages) if seconds < float("inf") else self.too_full(units))
-            if not program.possible:
-                self.prove(float("inf"))
             if self.closed:
                 return
             self.limit()

@@ -70,7 +70,7 @@ class CutProgram:
     sees numbers near one.
 
     Args:
-        begins: y[s, j], 1 where stage s begins at group j or before it; the others are known.
+        begins: x[s, j], 1 where stage s begins at group j.
         first, last: groups at which each stage can begin, and the number of groups.
         bounds: of each quantity but `Quantity.AGAIN`.
         amounts: expressions of the quantities that rows weigh.
@@ -86,27 +86,26 @@ class CutProgram:
     amounts: dict[tuple[int, Quantity], Expr] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for s in range(1, self.problem.stages):
-            for j in range(self.first[s], self.last[s]):
-                self.begins[s, j] = self.lp.add_variable(f"y_{s}_{j}", 0, 1)
+        for s in range(self.problem.stages + 1):
+            for j in range(self.first[s], self.last[s] + 1):
+                self.begins[s, j] = self.lp.add_variable(f"x_{s}_{j}", 0, 1)
+            self.lp.addConstraint(pulp.lpSum(self.begins[s, j] for j in self.window(s)) == 1)
+            if s:
+                self.lp.addConstraint(self.begin(s) - self.begin(s - 1) >= 1)
         self.pipeline = self.lp.add_variable("X", 0)
         self.tail = self.lp.add_variable("E", 0)
-        self.possible = True
-        for s, j in self.begins:
-            self.imply((s, j), (s, j + 1))
-            self.imply((s + 1, j + 1), (s, j))
 
-    def upto(self, stage: int, group: int) -> pulp.LpVariable | int:
-        """y[stage, group]."""
-        return self.begins.get((stage, group), int(group >= self.last[stage]))
+    def window(self, stage: int) -> range:
+        """Groups at which a stage may begin; the one behind the last stage begins behind the last group."""
+        return range(self.first[stage], self.last[stage] + 1)
 
-    def imply(self, one: tuple[int, int], other: tuple[int, int]) -> None:
-        """y[one] <= y[other]."""
-        y, limit = self.upto(*one), self.upto(*other)
-        if isinstance(y, int) and isinstance(limit, int):
-            self.possible &= y <= limit
-        elif y != 0 and limit != 1:
-            self.lp.addConstraint(Expr(y) - limit <= 0)
+    def at(self, stage: int, values: Vector | Sequence[float]) -> Expr:
+        """The value of the group where a stage begins."""
+        return Expr([(self.begins[stage, j], float(values[j])) for j in self.window(stage) if values[j]])
+
+    def begin(self, stage: int) -> Expr:
+        """Number of the group where a stage begins."""
+        return self.at(stage, range(len(self.problem.cost.groups) + 1))
 
     def scale(self, quantity: Quantity) -> float:
         """The unit in which a quantity is counted."""
@@ -126,12 +125,6 @@ class CutProgram:
                 self.amounts[key] = Expr(made)
         return self.amounts[key]
 
-    def at(self, stage: int, values: Vector) -> Expr:
-        """The value of the group where a stage begins: values[last] − Σ (values[j + 1] − values[j]) · y[stage, j]."""
-        steps = range(self.first[stage], self.last[stage])
-        terms = [(self.begins[stage, j], float(values[j] - values[j + 1])) for j in steps if values[j] != values[j + 1]]
-        return Expr(terms, constant=float(values[self.last[stage]]))
-
     def weighted(self, weights: Numbers) -> Expr:
         """Σ weights · v."""
         return pulp.lpSum(weight * self.amount(*key) for key, weight in weights.items() if weight)
@@ -141,20 +134,11 @@ class CutProgram:
         limit = {"pipeline": self.pipeline, "tail": self.tail, "memory": 1.0}[kind]
         self.lp.addConstraint(self.weighted(weights) - limit <= 0)
 
-    def begin(self, stage: int) -> Expr:
-        """Number of the group at which a stage begins."""
-        steps = range(self.first[stage], self.last[stage])
-        return Expr([(self.begins[stage, j], -1) for j in steps], constant=self.last[stage])
-
     def refuse(self, units: Sequence[int], stages: Collection[int]) -> None:
         """Leave out all solutions in which some stages are what they are in this one."""
-        known = {s for stage in stages for s in (stage, stage + 1)} & set(range(1, self.problem.stages))
-        begins = {s: units.index(s) for s in known}
-        kept = sum(self.upto(s, j) - self.upto(s, j - 1) for s, j in begins.items())
-        if isinstance(kept, Expr):
-            self.lp.addConstraint(kept <= len(known) - 1)
-        else:
-            self.possible = False
+        cuts = {s for stage in stages for s in (stage, stage + 1)} - {self.problem.stages}
+        same = pulp.lpSum(self.begins[s, units.index(s)] for s in cuts)
+        self.lp.addConstraint(same <= len(cuts) - 1)
 
     def solve(self, whole: bool, solver: SolverName, gap: float, time_limit_seconds: float) -> Outcome:
         """Solve the program, or its relaxation in which a stage begins at several groups in part."""
@@ -164,32 +148,28 @@ class CutProgram:
 
     def solved_amounts(self) -> dict[tuple[int, Quantity], float]:
         """Every quantity of the last solution, second and byte."""
-        size, stages = len(self.problem.cost.groups) + 1, self.problem.stages
+        stages, size = self.problem.stages, len(self.problem.cost.groups) + 1
         begins = np.zeros((stages + 1, size))  # part of each stage that begins at a group
-        for s in range(stages + 1):
-            upto = [y if isinstance(y, int) else value_of(y) for j in range(size) for y in (self.upto(s, j),)]
-            begins[s] = np.diff(upto, prepend=0.0)
+        for place, x in self.begins.items():
+            begins[place] = value_of(x)
         found = {(s, q): float(begins[s + 1] @ of.end - begins[s] @ of.begin) for (s, q), of in self.bounds.items()}
         again = ((s, q) for s, q in self.amounts if q is Quantity.AGAIN)
         return found | {key: value_of(self.amounts[key]) * self.unit for key in again}
 
     def solved_units(self) -> tuple[int, ...]:
         """The stage of each group in the last solution, which was whole."""
-        begins = [
-            self.last[s] - sum(value_of(self.begins[s, j]) > 0.5 for j in range(self.first[s], self.last[s]))
-            for s in range(1, self.problem.stages)
-        ]
+        chosen = (max(self.window(s), key=lambda j: value_of(self.begins[s, j])) for s in range(1, self.problem.stages))
+        begins = list(chosen)
         return tuple(sum(g >= begin for begin in begins) for g in range(len(self.problem.cost.groups)))
 
 
 def cut_program(problem: CutProblem, unit: float, windows: Windows) -> CutProgram | None:
-    """The program without rows of the step, or None where memory leaves no cuts.
+    """The program without rows of the step, or None where memory leaves a stage nothing.
 
     ==========================================  ==============================================================
-    y[s, j] <= y[s, j + 1]                      y is 1 where stage s begins at group j or before it
-    y[s + 1, j + 1] <= y[s, j]                  every stage has a group
-    y[p, g] = 1, y[p + 1, g] = 0                group g is pinned to stage p (`pinned_windows`)
-    y[s, i] <= y[s + 1, end(i)]                 a stage that begins at i or before fits up to end(i) at most
+    Σ_j x[s, j] = 1                             stage s begins at a group j of its window; pins narrow the windows
+    Σ_j j · (x[s + 1, j] − x[s, j]) >= 1        every stage has a group
+    Σ_j j · x[s + 1, j] <= Σ_i end(i) · x[s, i] a stage that begins at i fits up to end(i) at most
     v[s, q] = end_q − begin_q                   `Separable` bounds of every quantity
     X >= Σ weights · v                          paths of dependencies in the schedule
     E >= Σ weights · v                          what a rank does after the pipeline
@@ -205,8 +185,11 @@ def cut_program(problem: CutProblem, unit: float, windows: Windows) -> CutProgra
     program = CutProgram(problem, unit, *windows, bounds_of(ways[0], windows))
     if problem.capacity_bytes is not None:
         for stage in range(problem.stages):
-            add_lengths(program, stage, np.logical_or.reduce([fits_alone(way, stage, windows) for way in ways]))
-    return program if program.possible else None
+            ends = longest(np.logical_or.reduce([fits_alone(way, stage, windows) for way in ways]))
+            if max(ends[j] for j in program.window(stage)) < windows[0][stage + 1]:
+                return None
+            program.lp.addConstraint(program.begin(stage + 1) - program.at(stage, ends) <= 0)
+    return program
 
 
 # First and last group at which each stage can begin, and the number of groups at the end of both.
@@ -238,26 +221,28 @@ def fits_alone(way: StageIntervals, stage: int, windows: Windows) -> NDArray[np.
     held = problem.in_flight[stage]
     if problem.chunks > 1:
         held = max(profile[stage // problem.pp] for profile in problem.in_flight_profiles[stage % problem.pp])
-    need = way.standing_bytes + held * way.held_bytes + way.costs.working.matrix + problem.fixed_bytes(stage)
+    capacity = problem.capacity_bytes or np.inf
+    need = way.standing_bytes + held * way.held_bytes + problem.fixed_bytes(stage)
     if problem.places and problem.chunks == 1:
         own, others = way.costs.incoming_bytes, np.zeros_like(need)
         if stage < problem.stages - 1:
             sent, _ = next_stage_bytes(problem, last[stage], first[stage + 2])
-            others = np.maximum(others, np.array(sent)[:, None])
+            others = np.maximum(others, sent[:, None])
         if stage:
             _, returned = next_stage_bytes(problem, last[stage - 1], first[stage + 1])
-            others = np.maximum(others, np.array(returned)[None, :])
+            others = np.maximum(others, returned[None, :])
         need = need + problem.places * np.maximum(others - own, 0.0)
-    return need <= (problem.capacity_bytes or np.inf)
+    pending = sum(w.wgrad_bytes + w.gradient_bytes + w.flattened_grad_bytes for w in problem.cost.weights)
+    roomy, possible = (need + way.costs.working.floor + more <= capacity for more in (pending, 0))
+    if (roomy == possible).all():
+        return possible
+    return need + way.costs.working.matrix <= capacity
 
 
-def add_lengths(program: CutProgram, stage: int, fits: NDArray[np.bool_]) -> None:
-    """y[s, i] <= y[s + 1, end(i)], end(i) being where what begins at i or before ends at most."""
-    end = -1
-    for i in range(program.first[stage], program.last[stage] + 1):
-        own = np.flatnonzero(fits[i + 1 :, i])
-        end = max(end, i + 1 + int(own[-1])) if len(own) else end
-        program.imply((stage, i), (stage + 1, end))
+def longest(fits: NDArray[np.bool_]) -> Sequence[int]:
+    """Last end of a fitting interval from each group on; 0 where none fits."""
+    ends = fits * np.arange(len(fits))[:, None]
+    return np.where(np.tri(len(fits), k=-1, dtype=bool), ends, 0).max(axis=0).tolist()
 
 
 def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity], Separable]:
@@ -297,29 +282,31 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
         pairs = zip(of.forward_bytes, of.backward_bytes)
         traffic = [sum(one_way_seconds(int(n), link) for n in pair) for pair in pairs]
         for quantity, seconds in (
-            (Quantity.SENT, [one_way_seconds(n, link) for n in sent]),
-            (Quantity.RETURNED, [one_way_seconds(n, link) for n in returned]),
+            (Quantity.SENT, [one_way_seconds(int(n), link) for n in sent]),
+            (Quantity.RETURNED, [one_way_seconds(int(n), link) for n in returned]),
             (Quantity.TRAFFIC, traffic),
         ):
             found[s, quantity] = Separable(np.array(seconds), np.zeros(size + 1))
     return found
 
 
-def next_stage_bytes(problem: CutProblem, begun: int, ends: int) -> tuple[list[int], list[int]]:
+def next_stage_bytes(problem: CutProblem, begun: int, ends: int) -> tuple[Vector, Vector]:
     """Bytes that surely pass from a stage to the next one, by the cut between them, and of their gradients.
 
     Args:
         begun: group at which the stage has begun. ends: first group that the stage behind the next one can begin with.
     """
-    size = len(problem.cost.groups)
-    sent, returned = [0] * (size + 1), [0] * (size + 1)
+    sent, returned = (np.zeros(len(problem.cost.groups) + 1) for _ in range(2))
     for edge in problem.cost.edges:
-        for cut in range(edge.producer + 1, max(edge.consumers) + 1):
-            made_here = edge.producer >= begun or edge.producer == cut - 1
-            reader = min(c for c in edge.consumers if c >= cut)
-            if made_here and (reader < ends or reader == cut):
-                sent[cut] += edge.num_bytes
-                returned[cut] += edge.num_bytes * edge.requires_grad
+        first = edge.producer + 1
+        for reader in edge.consumers:
+            # Cuts of which this is the first reader behind them.
+            begin = first if reader < ends else reader
+            end = reader if edge.producer >= begun else edge.producer + 1
+            if first <= reader and begin <= end:
+                sent[begin : end + 1] += edge.num_bytes
+                returned[begin : end + 1] += edge.num_bytes * edge.requires_grad
+            first = max(first, reader + 1)
     return sent, returned
 
 
