@@ -1,47 +1,82 @@
-"""Random pipeline-cut problems, and a brute-force solver that shares no code with autopar."""
+"""Random pipeline-cut problems, and a brute-force solver."""
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
 from hypothesis import strategies as st
 
+from autopar.cost.hardware.load import load_hardware
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
+from autopar.schedule.generate import generate
+from autopar.schedule.simulate import simulate
+from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.result.make_plan import Setting
+from autopar.solve.space.constraints import Constraints, boundary_links
 
 
-def brute_force(problem: CutProblem) -> float | None:
-    """Least step time over all assignments that obey the rules, or None where none does."""
-    cost, last = problem.cost, problem.stages - 1
-    best = None
-    for stage in product(range(problem.stages), repeat=cost.loss):
-        stage_of = (*stage, last)
-        if (
-            set(stage) == set(range(problem.stages))
-            and all(stage_of[f.producer] <= stage_of[c] for f in cost.edges for c in f.consumers)
-            and all(len({stage_of[g] for g in names}) == 1 for names in cost.colocated)
-            and all(stage_of[g] == s for g, s in problem.pins.items())
-            and (problem.capacity_bytes is None or max(memory(problem, stage_of)) <= problem.capacity_bytes)
-        ):
-            value = step_seconds(problem, stage_of)
-            best = value if best is None else min(best, value)
-    return best
+def setting_of(problem: CutProblem, link: Link) -> Setting:
+    """A setting whose machine has one link between all its devices, and that of the problem's batch."""
+    hardware = replace(load_hardware("cpu-generic"), link=link, devices_per_node=64)
+    constraints = Constraints(problem.mesh.devices, problem.microbatches * problem.dp * problem.cost.batch)
+    nothing: Any = None
+    return Setting(nothing, hardware, nothing, constraints, nothing)
 
 
-def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:
-    cost, times, optimizer = problem.cost, [], []
-    for s in range(problem.stages):
-        time = sum(g.forward_seconds + g.backward_seconds for g, at in zip(cost.groups, stage_of) if at == s)
-        if s < problem.stages - 1:
-            sent = [f for f in cost.edges if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
-            for message in (sent, [f for f in sent if f.requires_grad]):
-                if any(f.num_bytes for f in message):
-                    link = problem.boundary[s]
-                    time += link.latency_seconds + sum(f.num_bytes for f in message) / link.bytes_per_second
-        times.append(time)
-        optimizer.append(sum(w.optimizer_seconds for w in cost.weights if any(stage_of[g] == s for g in w.groups)))
-    return (problem.microbatches - 1) * max(times) + sum(times) + max(optimizer)
+def with_link(problem: CutProblem, link: Link) -> CutProblem:
+    """The problem with the boundaries that `setting_of` has."""
+    hardware = setting_of(problem, link).hardware
+    return replace(problem, boundary=boundary_links(hardware, problem.mesh, problem.chunks))
+
+
+def contiguous(problem: CutProblem) -> Iterator[tuple[int, ...]]:
+    """All contiguous cuts in each order of the groups that is searched, as the stage of every group; pins are kept."""
+    for merged in in_every_order(problem):
+        units = len(merged.problem.cost.groups)
+        for cuts in combinations(range(1, units - 1), problem.stages - 1):
+            stage_of = merged.expand([sum(u >= cut for cut in cuts) for u in range(units)])
+            if all(stage_of[g] == s for g, s in problem.pins.items()):
+                yield stage_of
+
+
+def brute_force(problem: CutProblem, link: Link) -> float | None:
+    """Least simulated step over all contiguous cuts within the capacity, or None where there are none.
+
+    A backward lets go of what was saved by whole units of groups that share a stage.
+    """
+    traced = merge(problem)
+    fitting = (
+        step_seconds(problem, stage_of, link)
+        for stage_of in contiguous(problem)
+        if problem.capacity_bytes is None
+        or max(memory(traced.problem, traced.units(stage_of))) <= problem.capacity_bytes
+    )
+    return min(fitting, default=None)
+
+
+def step_seconds(problem: CutProblem, stage_of: tuple[int, ...], link: Link) -> float:
+    """Simulated 1F1B step and the longest optimizer, with messages sent straight to the stages that read them."""
+    cost, stages = problem.cost, range(problem.stages)
+    forward = [sum(g.forward_seconds for g, at in zip(cost.groups, stage_of) if at == s) for s in stages]
+    backward = [sum(g.backward_seconds for g, at in zip(cost.groups, stage_of) if at == s) for s in stages]
+    sent: dict[tuple[int, int], int] = {}
+    for edge in cost.edges:
+        src = stage_of[edge.producer]
+        for dst in {stage_of[c] for c in edge.consumers} - {src}:
+            sent[src, dst] = sent.get((src, dst), 0) + edge.num_bytes
+            if edge.requires_grad:
+                sent[dst, src] = sent.get((dst, src), 0) + edge.num_bytes
+    transfers = {pair: link.seconds(n) if n else 0.0 for pair, n in sent.items()}
+    schedule = generate("1f1b", problem.stages, problem.microbatches)
+    optimizer = (
+        sum(w.optimizer_seconds for w in cost.weights if any(stage_of[g] == s for g in w.groups)) for s in stages
+    )
+    return simulate(schedule, forward, backward, transfers).step_seconds + max(optimizer)
 
 
 def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
@@ -136,5 +171,5 @@ def problems(draw: st.DrawFn) -> CutProblem:
         in_flight=tuple(draw(st.integers(1, 3)) for _ in range(stages)),
         boundary=tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)),
         pins=pins,
-        gap=0.0,
+        gap=1e-5,
     )

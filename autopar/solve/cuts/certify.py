@@ -17,6 +17,7 @@ from autopar.schedule.simulate import critical_path
 from autopar.solve.backend import SolverName, value_of
 from autopar.solve.cuts.buffers import incoming_bytes
 from autopar.solve.cuts.evaluate import fullest_bytes, objective_seconds, rank_costs, stage_costs
+from autopar.solve.cuts.merge import Merged
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of
 from autopar.solve.cuts.program import (
     Numbers,
@@ -40,15 +41,15 @@ ROUNDING = 1e-6
 MAX_BINARIES = 20_000
 
 
-def cuts_seconds(setting: Setting, problem: CutProblem, units: Sequence[int]) -> float:
+def cuts_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
     """What is minimised, at given cuts: the simulated step, or the largest load for other balances. Infinite where a
     rank is too full."""
-    costs = stage_costs(problem, units)
+    costs = stage_costs(problem, stage_of)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
     if problem.balance != "time":
         return objective_seconds(problem, costs)
-    return step_time_of(setting, problem, units, costs).seconds
+    return step_time_of(setting, problem, stage_of, costs).seconds
 
 
 @dataclass
@@ -57,30 +58,36 @@ class Certificate:
 
     Args:
         seconds: of the best cuts known of any order; infinite without any.
-        units: cuts of this order that are as good, if they were found here.
+        stage_of: these cuts, if they were found here.
         bound_seconds: infinite where it is proven that there are no cuts.
     """
 
     seconds: float
-    units: tuple[int, ...] | None = None
+    stage_of: tuple[int, ...] | None = None
     bound_seconds: float = 0.0
 
 
 def certify(
-    setting: Setting, problem: CutProblem, seconds: float, solver: SolverName, time_limit_seconds: float
+    setting: Setting,
+    traced: Merged,
+    merged: Merged,
+    seconds: float,
+    solver: SolverName,
+    time_limit_seconds: float,
 ) -> Certificate:
-    """The best contiguous cuts of a problem whose groups are in order, with a bound.
+    """The best cuts that are contiguous in one order of the groups, with a bound.
 
     Args:
+        traced, merged: the problem in the order in which it runs, and in the one that is searched.
         seconds: of the best cuts known; only better ones are looked for.
     """
     found = Certificate(seconds)
-    search = Search(setting, problem, found, solver, monotonic() + time_limit_seconds)
-    windows = pinned_windows(problem)
+    search = Search(setting, traced, merged, found, solver, monotonic() + time_limit_seconds)
+    windows = pinned_windows(merged.problem)
     search.prove(search.even_share_seconds)
     while windows is not None and search.relax(windows):
         narrower = search.narrow(windows)
-        if narrower is not None and width(narrower) > SHRUNK * width(windows):
+        if narrower is not None and width(narrower) >= SHRUNK * width(windows):
             search.solve()
             return found
         windows = narrower
@@ -99,7 +106,8 @@ class Search:
     """State of `certify`. ``limit_seconds``: what the windows leave out costs at least that."""
 
     setting: Setting
-    problem: CutProblem
+    traced: Merged
+    merged: Merged
     found: Certificate
     solver: SolverName
     end: float
@@ -107,7 +115,8 @@ class Search:
     limit_seconds: float = float("inf")
 
     def __post_init__(self) -> None:
-        problem, stages = self.problem, range(self.problem.stages)
+        problem = self.problem = self.merged.problem
+        stages = range(problem.stages)
         self.unit = sum(group.seconds for group in problem.cost.groups) * problem.microbatches / problem.pp or 1.0
         self.sizes = microbatch_factors(self.setting.constraints.batch // problem.dp, problem.microbatches)
         if problem.balance != "time":
@@ -317,21 +326,21 @@ class Search:
             if not outcome.found:
                 return
             units = program.solved_units()
-            seconds = cuts_seconds(self.setting, self.problem, units)
+            stage_of = self.merged.expand(units)
+            seconds = cuts_seconds(self.setting, self.traced.problem, self.traced.units(stage_of))
             if seconds < self.found.seconds:
-                self.found.seconds, self.found.units = seconds, units
+                self.found.seconds, self.found.stage_of = seconds, stage_of
             self.add_violated(program.solved_amounts())
-            program.refuse(units, range(self.problem.stages) if seconds < float("inf") else self.too_full(units))
+            program.refuse(units, range(self.problem.stages) if seconds < float("inf") else self.too_full(stage_of))
             if self.closed:
                 return
             self.limit()
 
-    def too_full(self, units: Sequence[int]) -> set[int]:
-        """Stages of which these cuts are over the capacity: those of the fullest rank, and of the one that receives
-        most, as places for messages are as large on every rank."""
-        problem = self.problem
-        ranks = rank_costs(problem, stage_costs(problem, units))
+    def too_full(self, stage_of: Sequence[int]) -> set[int]:
+        """Stages of which cuts are over the capacity: those of the fullest rank, and of the one that receives most, as
+        places for messages are as large on every rank."""
+        problem, units = self.traced.problem, self.traced.units(stage_of)
+        ranks, incoming = rank_costs(problem, stage_costs(problem, units)), incoming_bytes(problem, units)
         fullest = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
-        incoming = incoming_bytes(problem, units)
         receives = max(range(problem.pp), key=lambda p: sum(incoming[p :: problem.pp]))
         return {*problem.stages_at(fullest), *(problem.stages_at(receives) if problem.places else ())}

@@ -284,7 +284,7 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
         for s in {stage_of[g] for g in flow.saved_by}:
             saved[s] -= flow.num_bytes * (s > stage_of[flow.producer])
         # A sent tensor stays until the peer is known to have received it, at the latest until its gradient arrives.
-        saver = stage_of[flow.saved_by[0]] if flow.saved_by else problem.stages
+        saver = min((stage_of[g] for g in flow.saved_by), default=problem.stages)
         for s in range(stage_of[flow.producer], max(stage_of[c] for c in flow.consumers)):
             sent[s] += flow.num_bytes * (s < saver)
     buffers = buffer_bytes(problem, stage_of)

@@ -140,7 +140,7 @@ def make_intervals(problem: CutProblem) -> Intervals:
 def leaving_edges(problem: CutProblem, stage_of: Sequence[int]) -> Iterator[TensorEdge]:
     """Edges that leave the stage of their producer."""
     if any(a > b for a, b in pairwise(stage_of)):
-        yield from (e for e in problem.cost.edges if stage_of[e.producer] != stage_of[max(e.consumers)])
+        yield from (e for e in problem.cost.edges if {stage_of[c] for c in e.consumers} != {stage_of[e.producer]})
         return
     crossing, begin = intervals_of(problem).crossing, 0
     for s in range(problem.stages - 1):

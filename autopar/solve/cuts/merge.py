@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -23,6 +24,11 @@ class Merged:
     def expand(self, stage_of: Sequence[int]) -> tuple[int, ...]:
         """The stage of every original group."""
         return tuple(stage_of[u] for u in self.unit_of)
+
+    def units(self, stage_of: Sequence[int]) -> tuple[int, ...]:
+        """The stage of every merged group; inverse of `expand`."""
+        of_unit = dict(zip(self.unit_of, stage_of, strict=True))
+        return tuple(of_unit[u] for u in range(len(of_unit)))
 
 
 # Orders of the units, all topological: as traced, or by the longest path of work from the inputs, or to the loss.
@@ -49,9 +55,10 @@ def merge(problem: CutProblem, order: Order = "traced") -> Merged:
         UsageError: two groups of one unit are pinned to different stages.
     """
     cost = problem.cost
-    if ("merged", order) not in cost.derived:
-        cost.derived["merged", order] = merged_costs(cost, order)
-    merged, unit_of = cost.derived["merged", order]
+    key = ("merged", order, *sorted(problem.pins.items()))
+    if key not in cost.derived:
+        cost.derived[key] = merged_costs(cost, order, problem.pins)
+    merged, unit_of = cost.derived[key]
     pins: dict[int, int] = {}
     by: dict[int, int] = {}
     for g, s in sorted(problem.pins.items()):
@@ -66,9 +73,9 @@ def merge(problem: CutProblem, order: Order = "traced") -> Merged:
     return Merged(replace(problem, cost=merged, pins=pins), unit_of)
 
 
-def merged_costs(cost: CostGraph, order: Order) -> tuple[CostGraph, tuple[int, ...]]:
+def merged_costs(cost: CostGraph, order: Order, pins: Mapping[int, int]) -> tuple[CostGraph, tuple[int, ...]]:
     """The cost graph of the units, and the unit of each group."""
-    units = _units(cost, order)
+    units = _units(cost, order, pins)
     unit_of = [0] * len(cost.groups)
     for u, members in enumerate(units):
         for g in members:
@@ -84,8 +91,8 @@ def merged_costs(cost: CostGraph, order: Order) -> tuple[CostGraph, tuple[int, .
     return merged, tuple(unit_of)
 
 
-def _units(cost: CostGraph, order: Order) -> list[list[int]]:
-    """Sets of groups that share a stage, in an order that every flow follows."""
+def _units(cost: CostGraph, order: Order, pins: Mapping[int, int]) -> list[list[int]]:
+    """Sets of groups that share a stage, in an order that every flow follows, by the stages that pins allow first."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(cost.groups)))
     graph.add_edges_from((f.producer, c) for f in cost.edges for c in f.consumers)
@@ -94,14 +101,21 @@ def _units(cost: CostGraph, order: Order) -> list[list[int]]:
     units = nx.condensation(graph)
     members = {u: sorted(units.nodes[u]["members"]) for u in units}
     seconds = {u: sum(cost.groups[g].seconds for g in members[u]) for u in units}
+    back = units.reverse()
     key: dict[int, float] = {u: members[u][0] for u in units}
     if order == "earliest":
         key = longest_paths(units, seconds)
     elif order == "latest":
-        key = {u: seconds[u] - path for u, path in longest_paths(units.reverse(copy=False), seconds).items()}
-    last = units.graph["mapping"][cost.loss]
+        key = {u: -path for u, path in longest_paths(back, seconds).items()}
+    pinned = {u: [pins[g] for g in members[u] if g in pins] for u in units}
+    first = {u: max((s for v in (u, *nx.ancestors(units, u)) for s in pinned[v]), default=0) for u in units if pins}
+    last = {u: min((s for v in (u, *nx.ancestors(back, u)) for s in pinned[v]), default=math.inf) for u in first}
+    end = units.graph["mapping"][cost.loss]
     return [
-        members[u] for u in nx.lexicographical_topological_sort(units, key=lambda u: (u == last, key[u], members[u][0]))
+        members[u]
+        for u in nx.lexicographical_topological_sort(
+            units, key=lambda u: (u == end, first.get(u, 0), last.get(u, 0), key[u], members[u][0])
+        )
     ]
 
 

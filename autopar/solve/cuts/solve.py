@@ -26,6 +26,8 @@ def solve_cuts(
     branches also by the work before or behind each group. Of each order the cuts of the dynamic programme are improved
     by local search; `certify` then proves a bound and finds what is better.
 
+    Error: in other orders than the traced one, working sets are first those of that order.
+
     Args:
         known: cuts to start from, as the stage of every group.
         solver: "HiGHS" or "CBC"; by default the first that is installed.
@@ -35,24 +37,23 @@ def solve_cuts(
     """
     begin, name = monotonic(), solver or default_solver()
     orders = in_every_order(problem)
-    check_num_stages(orders[0].problem)
-    check_pins(orders[0].problem)
-    seconds = cuts_seconds(setting, problem, known) if known is not None else float("inf")
-    stage_of = known if seconds < float("inf") else None
-    bound = float("inf")
-    for merged in orders:
-        units = start(setting, merged)
-        if units is not None and (own := cuts_seconds(setting, merged.problem, units)) < seconds:
-            seconds, stage_of = own, merged.expand(units)
+    traced = orders[0]
+    check_num_stages(traced.problem)
+    check_pins(traced.problem)
+    seconds, stage_of, bound = float("inf"), None, float("inf")
+    starts = (merged.expand(units) for merged in orders if (units := start(setting, merged)) is not None)
+    for cuts in (*((known,) if known is not None else ()), *starts):
+        own = cuts_seconds(setting, traced.problem, traced.units(cuts))
+        if own < seconds:
+            seconds, stage_of = own, cuts
     for number, merged in enumerate(orders):
         left = problem.time_limit_seconds - (monotonic() - begin)
-        found = certify(setting, merged.problem, seconds, name, left / (len(orders) - number))
-        if found.units is not None:
-            seconds, stage_of = found.seconds, merged.expand(found.units)
+        found = certify(setting, traced, merged, seconds, name, left / (len(orders) - number))
+        if found.stage_of is not None:
+            seconds, stage_of = found.seconds, found.stage_of
         bound = min(bound, found.bound_seconds)
     if stage_of is None:
         raise does_not_fit(orders)
-    seconds = cuts_seconds(setting, problem, stage_of)
     bound = min(bound, seconds)
     gap = (seconds - bound) / seconds if seconds else 0.0
     took = monotonic() - begin

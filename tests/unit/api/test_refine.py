@@ -7,6 +7,7 @@ from functools import partial
 from typing import cast
 
 import pytest
+from autopar.solve.joint.problem import JointProblem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.effort import examples
@@ -24,7 +25,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, ZeroStage
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import Priced
-from autopar.solve.joint.problem import JointProblem
 from autopar.solve.search import search
 from autopar.solve.shardings.cost import resharding_cost, value_edges
 from autopar.solve.shardings.solve import solve_shardings
