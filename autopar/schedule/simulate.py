@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from autopar.errors import UsageError
 from autopar.schedule.actions import Action, Schedule
@@ -50,7 +50,7 @@ def simulate(
     spans.sort(key=lambda span: span.rank)
     busy = [0.0] * len(schedule)
     for timed in actions:
-        busy[timed.rank] += durations[timed.duration] * factors[timed.action.microbatch]
+        busy[timed.rank] += durations[timed.duration] * factors[timed.microbatch]
     return Timeline(tuple(spans), tuple(busy), tuple(max(in_flight_counts(row), default=0) for row in schedule))
 
 
@@ -84,8 +84,7 @@ def replayed_seconds(
     return run_actions(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAction:
+class TimedAction(NamedTuple):
     """An action with what its start and end depend on.
 
     Args:
@@ -95,6 +94,7 @@ class TimedAction:
 
     rank: int
     action: Action
+    microbatch: int
     duration: int
     sources: tuple[tuple[int, tuple[int, int]], ...]
 
@@ -114,17 +114,16 @@ def run_actions(
     """
     ends: list[float] = []
     free = [0.0] * num_ranks
-    for timed in actions:
-        rank, size = timed.rank, sizes[timed.action.microbatch]
-        start = free[rank]
-        for source, chunks in timed.sources:
+    for rank, action, microbatch, duration, sources in actions:
+        size, start = sizes[microbatch], free[rank]
+        for source, chunks in sources:
             arrival = ends[source] + transfers.get(chunks, 0.0) * size
             if arrival > start:
                 start = arrival
-        end = free[rank] = start + durations[timed.duration] * size
+        end = free[rank] = start + durations[duration] * size
         ends.append(end)
         if spans is not None:
-            spans.append(Span(rank, timed.action, start, end))
+            spans.append(Span(rank, action, start, end))
     return max(free, default=0.0)
 
 
@@ -132,9 +131,62 @@ def run_actions(
 def generated_in_run_order(
     schedule: str, pp: int, microbatches: int, chunks: int, skips: tuple[tuple[int, int], ...]
 ) -> tuple[TimedAction, ...]:
-    """As `in_run_order`, for a generated schedule; ``skips`` are edges between chunks that are not consecutive."""
-    edges = [*chain_edges(pp * chunks), *skips]
-    return in_run_order(generate(schedule, pp, microbatches, chunks), edges, pp * chunks)
+    """As `in_run_order`, for a generated schedule; ``skips`` are edges between chunks that are not consecutive.
+
+    They change no order: what a skip brings has been made before what the chunks between bring.
+    """
+    num_chunks = pp * chunks
+    if not skips:
+        return _chain_in_run_order(schedule, pp, microbatches, chunks)
+    actions = generated_in_run_order(schedule, pp, microbatches, chunks, ())
+    position = {(timed.duration, timed.microbatch): i for i, timed in enumerate(actions)}
+    more: list[list[tuple[int, int]]] = [[] for _ in range(2 * num_chunks)]  # (source's duration, source chunk)
+    for src, dst in skips:
+        more[dst].append((src, src))
+        more[num_chunks + src].append((num_chunks + dst, dst))
+    return tuple(
+        timed._replace(
+            sources=timed.sources
+            + tuple((position[d, timed.microbatch], (chunk, timed.action.chunk)) for d, chunk in more[timed.duration])
+        )
+        if more[timed.duration]
+        else timed
+        for timed in actions
+    )
+
+
+def _chain_in_run_order(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[TimedAction, ...]:
+    """As `in_run_order`, for a generated schedule whose edges join consecutive chunks."""
+    num_chunks = pp * chunks
+    rows = generate(schedule, pp, microbatches, chunks)
+    done: dict[int, int] = {}  # position of each action that has run, by duration and microbatch as one number
+    found: list[TimedAction] = []
+    waiting: dict[int, int] = {}  # rank that waits for each action
+    place, ready = [0] * pp, list(reversed(range(pp)))
+    while ready:
+        rank = ready.pop()
+        row, at = rows[rank], place[rank]
+        while at < len(row):
+            action = row[at]
+            chunk, microbatch = action.chunk, action.microbatch
+            forward = action.kind == "F"
+            duration, other = (chunk, chunk - 1) if forward else (num_chunks + chunk, chunk + 1)
+            sources: tuple[tuple[int, tuple[int, int]], ...] = ()
+            if 0 <= other < num_chunks:
+                source = (duration + other - chunk) * microbatches + microbatch
+                if source not in done:
+                    waiting[source] = rank
+                    break
+                sources = ((done[source], (other, chunk)),)
+            number = duration * microbatches + microbatch
+            done[number] = len(found)
+            found.append(TimedAction(rank, action, microbatch, duration, sources))
+            at += 1
+            if number in waiting:
+                ready.append(waiting.pop(number))
+        place[rank] = at
+    assert not waiting, f"{schedule} with {pp} ranks, {microbatches} microbatches, {chunks} chunks comes to a halt"
+    return tuple(found)
 
 
 def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chunks: int) -> tuple[TimedAction, ...]:
@@ -149,7 +201,7 @@ def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chu
 
     def timed(rank: int, action: Action) -> TimedAction:
         sources = tuple((position[a], (a.chunk, action.chunk)) for a in links.before(action))
-        return TimedAction(rank, action, action.chunk + num_chunks * (action.kind == "B"), sources)
+        return TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * (action.kind == "B"), sources)
 
     return tuple(timed(rank, action) for rank, action in order)
 

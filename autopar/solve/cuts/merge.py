@@ -34,9 +34,7 @@ def merge(problem: CutProblem) -> Merged:
         UsageError: two groups of one unit are pinned to different stages.
     """
     cost = problem.cost
-    if "merged" not in cost.derived:
-        cost.derived["merged"] = merged_costs(cost)
-    merged, unit_of = cost.derived["merged"]
+    merged, unit_of = cost.remember("merged", lambda: merged_costs(cost))
     pins: dict[int, int] = {}
     by: dict[int, int] = {}
     for g, s in sorted(problem.pins.items()):
