@@ -214,7 +214,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
 
 def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
     """Whether the mesh fits at a point that needs little memory."""
-    found = (evaluate(setting, bounds, point, float("inf")) for point in least_memory_points(setting, mesh))
+    found = (evaluate(setting, bounds, point, float("inf"), 0.0) for point in least_memory_points(setting, mesh))
     return any(candidate is not None and candidate.step is not None for candidate in found)
 
 

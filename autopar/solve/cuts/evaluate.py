@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from operator import mul
 
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.buffers import buffer_bytes
-from autopar.solve.cuts.intervals import Matrix, interval_sums, intervals_of
+from autopar.solve.cuts.intervals import Matrix, interval_sums, intervals_of, is_ascending
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
@@ -214,10 +213,13 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
 
 def is_contiguous(problem: CutProblem, stage_of: Sequence[int]) -> bool:
     """Whether every stage is an interval of the groups, and no weight is read by two stages of one rank."""
-    if any(a > b for a, b in pairwise(stage_of)):
+    if not is_ascending(stage_of):
         return False
-    shared = (stages_holding(w, stage_of) for w in problem.cost.weights if len(w.groups) > 1 and problem.chunks > 1)
-    return all(len({s % problem.pp for s in stages}) == len(stages) for stages in shared)
+    if problem.chunks == 1:
+        return True
+    shared = problem.cost.remember("shared", lambda: [w for w in problem.cost.weights if len(w.groups) > 1])
+    by_weight = (stages_holding(weight, stage_of) for weight in shared)
+    return all(len({s % problem.pp for s in stages}) == len(stages) for stages in by_weight)
 
 
 def interval_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:

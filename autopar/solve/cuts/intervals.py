@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import le
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +33,19 @@ def interval_sums(
     Args:
         before: for each amount, a group that must lie before i; it lies before the amount's own groups.
     """
-    corners = np.zeros((size + 2, size + 2))
+    corners, empty = np.zeros((size + 2, size + 2)), True
     for number, (amount, groups) in enumerate(amounts):
         if not amount:
             continue
+        empty = False
         previous = -1 if before is None else before[number]
         for group in sorted(groups):
             # Counted by the first of its groups in the interval: previous < i <= group < j.
             corners[previous + 1, group + 1] += amount
             corners[group + 1, group + 1] -= amount
             previous = group
+    if empty:
+        return corners[: size + 1, : size + 1]
     return np.ascontiguousarray(corners.cumsum(axis=0).cumsum(axis=1)[: size + 1, : size + 1].T)
 
 
@@ -135,9 +139,14 @@ def make_intervals(problem: CutProblem) -> Intervals:
     )
 
 
+def is_ascending(stage_of: Sequence[int]) -> bool:
+    """Whether no group is on an earlier stage than the group before it."""
+    return all(map(le, stage_of, stage_of[1:]))
+
+
 def leaving_edges(problem: CutProblem, stage_of: Sequence[int]) -> Iterator[TensorEdge]:
     """Edges that leave the stage of their producer."""
-    if any(a > b for a, b in pairwise(stage_of)):
+    if not is_ascending(stage_of):
         yield from (e for e in problem.cost.edges if stage_of[e.producer] != stage_of[max(e.consumers)])
         return
     crossing, begin = intervals_of(problem).crossing, 0

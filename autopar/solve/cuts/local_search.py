@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 
@@ -130,4 +130,4 @@ def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
 
 def stages_of(cuts: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The stage of each of so many units; inverse of `cuts_of`."""
-    return tuple(s for s, (low, high) in enumerate(pairwise((0, *cuts, size))) for _ in range(low, high))
+    return tuple(chain.from_iterable(repeat(s, high - low) for s, (low, high) in enumerate(pairwise((0, *cuts, size)))))

@@ -64,6 +64,8 @@ def merged_costs(cost: CostGraph) -> tuple[CostGraph, tuple[int, ...]]:
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
     )
+    if len(units) == len(cost.groups):  # equal but for activations, of which nothing that is derived depends
+        object.__setattr__(merged, "derived", cost.derived)
     return merged, tuple(unit_of)
 
 
