@@ -46,7 +46,7 @@ def simulate(
     durations = [*forward_seconds, *backward_seconds]
     actions = in_run_order(schedule, edges, num_chunks)
     spans: list[Span] = []
-    run_actions(actions, len(schedule), durations, transfers, factors, spans)
+    run_actions(actions, len(schedule), durations, sources(edges, transfers, num_chunks), factors, spans)
     spans.sort(key=lambda span: span.rank)
     busy = [0.0] * len(schedule)
     for timed in actions:
@@ -79,31 +79,41 @@ def replayed_seconds(
 ) -> float:
     """The ``step_seconds`` of `simulate` for ``generate(schedule, pp, …)``, whose order of actions is cached."""
     num_chunks = len(forward_seconds)
-    skips = tuple(sorted((src, dst) for src, dst in transfers if src + 1 < dst))
-    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp, skips)
-    return run_actions(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
+    # Skips change no order: what a skip brings is made before what the chunks between bring.
+    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp)
+    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    received = sources(edges, transfers, num_chunks)
+    return run_actions(actions, pp, [*forward_seconds, *backward_seconds], received, sizes)
 
 
 class TimedAction(NamedTuple):
-    """An action with what its start and end depend on.
-
-    Args:
-        duration: index of its time in [*forward seconds per chunk, *backward seconds per chunk].
-        sources: for each action whose tensor it receives, that action's position in the run order and the two chunks.
-    """
+    """An action of a rank; ``duration`` is the index of its time in [*forward seconds per chunk, *backward seconds per
+    chunk]."""
 
     rank: int
     action: Action
     microbatch: int
     duration: int
-    sources: tuple[tuple[int, tuple[int, int]], ...]
+
+
+# For each duration, those of the actions whose tensors its action receives, and the seconds of the transfer.
+Sources = Sequence[Sequence[tuple[int, float]]]
+
+
+def sources(edges: Collection[tuple[int, int]], transfers: Mapping[tuple[int, int], float], num_chunks: int) -> Sources:
+    """What every action receives along the edges."""
+    found: list[list[tuple[int, float]]] = [[] for _ in range(2 * num_chunks)]
+    for src, dst in edges:
+        found[dst].append((src, transfers.get((src, dst), 0.0)))
+        found[num_chunks + src].append((num_chunks + dst, transfers.get((dst, src), 0.0)))
+    return found
 
 
 def run_actions(
     actions: Sequence[TimedAction],
     num_ranks: int,
     durations: Sequence[float],
-    transfers: Mapping[tuple[int, int], float],
+    received: Sources,
     sizes: Sequence[float],
     spans: list[Span] | None = None,
 ) -> float:
@@ -112,78 +122,45 @@ def run_actions(
     Args:
         spans: takes each action's start and end, if given.
     """
-    ends: list[float] = []
+    ends = [[0.0] * len(sizes) for _ in durations]
     free = [0.0] * num_ranks
-    for rank, action, microbatch, duration, sources in actions:
+    for rank, action, microbatch, duration in actions:
         size, start = sizes[microbatch], free[rank]
-        for source, chunks in sources:
-            arrival = ends[source] + transfers.get(chunks, 0.0) * size
+        for source, seconds in received[duration]:
+            arrival = ends[source][microbatch] + seconds * size
             if arrival > start:
                 start = arrival
-        end = free[rank] = start + durations[duration] * size
-        ends.append(end)
+        end = free[rank] = ends[duration][microbatch] = start + durations[duration] * size
         if spans is not None:
             spans.append(Span(rank, action, start, end))
     return max(free, default=0.0)
 
 
 @lru_cache(maxsize=256)
-def generated_in_run_order(
-    schedule: str, pp: int, microbatches: int, chunks: int, skips: tuple[tuple[int, int], ...]
-) -> tuple[TimedAction, ...]:
-    """As `in_run_order`, for a generated schedule; ``skips`` are edges between chunks that are not consecutive.
-
-    They change no order: what a skip brings has been made before what the chunks between bring.
-    """
-    num_chunks = pp * chunks
-    if not skips:
-        return _chain_in_run_order(schedule, pp, microbatches, chunks)
-    actions = generated_in_run_order(schedule, pp, microbatches, chunks, ())
-    position = {(timed.duration, timed.microbatch): i for i, timed in enumerate(actions)}
-    more: list[list[tuple[int, int]]] = [[] for _ in range(2 * num_chunks)]  # (source's duration, source chunk)
-    for src, dst in skips:
-        more[dst].append((src, src))
-        more[num_chunks + src].append((num_chunks + dst, dst))
-    return tuple(
-        timed._replace(
-            sources=timed.sources
-            + tuple((position[d, timed.microbatch], (chunk, timed.action.chunk)) for d, chunk in more[timed.duration])
-        )
-        if more[timed.duration]
-        else timed
-        for timed in actions
-    )
-
-
-def _chain_in_run_order(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[TimedAction, ...]:
+def generated_in_run_order(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[TimedAction, ...]:
     """As `in_run_order`, for a generated schedule whose edges join consecutive chunks."""
     num_chunks = pp * chunks
     rows = generate(schedule, pp, microbatches, chunks)
-    done: dict[int, int] = {}  # position of each action that has run, by duration and microbatch as one number
+    done = [[False] * microbatches for _ in range(2 * num_chunks)]
     found: list[TimedAction] = []
-    waiting: dict[int, int] = {}  # rank that waits for each action
+    waiting: dict[tuple[int, int], int] = {}  # rank that waits for a duration of a microbatch
     place, ready = [0] * pp, list(reversed(range(pp)))
     while ready:
         rank = ready.pop()
         row, at = rows[rank], place[rank]
         while at < len(row):
             action = row[at]
-            chunk, microbatch = action.chunk, action.microbatch
-            forward = action.kind == "F"
-            duration, other = (chunk, chunk - 1) if forward else (num_chunks + chunk, chunk + 1)
-            sources: tuple[tuple[int, tuple[int, int]], ...] = ()
-            if 0 <= other < num_chunks:
-                source = (duration + other - chunk) * microbatches + microbatch
-                if source not in done:
-                    waiting[source] = rank
-                    break
-                sources = ((done[source], (other, chunk)),)
-            number = duration * microbatches + microbatch
-            done[number] = len(found)
-            found.append(TimedAction(rank, action, microbatch, duration, sources))
+            microbatch, is_forward = action.microbatch, action.kind == "F"
+            other = action.chunk - 1 if is_forward else action.chunk + 1
+            first = 0 if is_forward else num_chunks
+            if 0 <= other < num_chunks and not done[first + other][microbatch]:
+                waiting[first + other, microbatch] = rank
+                break
+            done[first + action.chunk][microbatch] = True
+            found.append(TimedAction(rank, action, microbatch, first + action.chunk))
             at += 1
-            if number in waiting:
-                ready.append(waiting.pop(number))
+            if (waiter := waiting.pop((first + action.chunk, microbatch), None)) is not None:
+                ready.append(waiter)
         place[rank] = at
     assert not waiting, f"{schedule} with {pp} ranks, {microbatches} microbatches, {chunks} chunks comes to a halt"
     return tuple(found)
@@ -195,15 +172,10 @@ def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chu
     Raises:
         ScheduleError: the ranks wait for each other, or for an action that no rank has.
     """
-    links = Links.of(edges, num_chunks)
-    order = run_order(schedule, links)
-    position = {action: i for i, (_, action) in enumerate(order)}
-
-    def timed(rank: int, action: Action) -> TimedAction:
-        sources = tuple((position[a], (a.chunk, action.chunk)) for a in links.before(action))
-        return TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * (action.kind == "B"), sources)
-
-    return tuple(timed(rank, action) for rank, action in order)
+    return tuple(
+        TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * (action.kind == "B"))
+        for rank, action in run_order(schedule, Links.of(edges, num_chunks))
+    )
 
 
 def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> float:

@@ -45,6 +45,9 @@ FAR = 2.0
 # Steps that differ by that share do so by rounding.
 EQUAL = 1e-9
 
+# Largest ratio of a step before final cuts and shardings, which stages that share ranks do not get, to the one after.
+MAX_GAIN = 1.05
+
 
 @dataclass(frozen=True)
 class Refined:
@@ -122,19 +125,16 @@ def search(
         check_pieces(setting, explored)
         chosen = least_memory_candidate(setting, explored)
     try:
-        decision, solver = solve_final(bounds, chosen)
+        decision, solver = finish(setting, bounds, chosen, refine)
     except InfeasibleError as error:
         mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
         which = f" Of all meshes {mesh} needs least." if others else ""
         remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
         raise InfeasibleError(f"{error}{which}{remedies}") from error
-    again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
-    plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
-    found = refine(decision) if refine is not None and chosen.problem.tp > 1 and plain else None
-    known = () if chosen.stage_of is None else (chosen.stage_of,)
-    decision, solver = simulate_and_improve(setting, decision, solver, *known)
-    if found is not None:
-        decision, solver = take_joint_solution(setting, decision, solver, found)
+    if (other := rival(explored, chosen)) is not None:
+        single, single_solver = finish(setting, bounds, other, refine)
+        if step_seconds(setting, single) < step_seconds(setting, decision):
+            decision, solver = single, single_solver
     check_memory(decision)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     free_seconds = seconds_without_limit(setting, decision)
@@ -142,6 +142,32 @@ def search(
         setting, decision, solver, alternatives(setting, bounds, explored.by_mesh, explored.refused, decision),
         bound_by(setting, decision, free_seconds), free_seconds,
     )  # fmt: skip
+
+
+def finish(
+    setting: Setting, bounds: LowerBounds, chosen: Candidate, refine: Refine | None
+) -> tuple[Decision, SolverInfo]:
+    """The candidate with its final cuts and shardings, and what is proven of them.
+
+    Raises:
+        UsageError, InfeasibleError: as `solve_cuts`.
+    """
+    decision, solver = solve_final(bounds, chosen)
+    again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
+    plain = chosen.problem.chunks == 1 and setting.constraints.balance == "time" and not again
+    found = refine(decision) if refine is not None and chosen.problem.tp > 1 and plain else None
+    known = () if chosen.stage_of is None else (chosen.stage_of,)
+    decision, solver = simulate_and_improve(setting, decision, solver, *known)
+    return (decision, solver) if found is None else take_joint_solution(setting, decision, solver, found)
+
+
+def rival(explored: SearchResult, chosen: Candidate) -> Candidate | None:
+    """The fastest candidate with one stage a rank, if final cuts may make it faster than a chosen one with several."""
+    if chosen.problem.chunks == 1 or chosen.step is None:
+        return None
+    single = (c for found in explored.by_mesh.values() for c in found if c.problem.chunks == 1)
+    best = min(single, key=lambda c: c.seconds, default=None)
+    return best if best is not None and best.seconds <= MAX_GAIN * chosen.seconds else None
 
 
 def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
@@ -400,8 +426,12 @@ def simulate_and_improve(
     """The decision with cuts that simulate faster, where there are such; what is proven is of the first ones."""
     if decision.problem.chunks > 1 or (other := simulated_faster(setting, decision, *known)) is None:
         return decision, solver
-    before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
-    return other, replace(solver, moved_share=1 - after / before)
+    return other, replace(solver, moved_share=1 - step_seconds(setting, other) / step_seconds(setting, decision))
+
+
+def step_seconds(setting: Setting, decision: Decision) -> float:
+    """Seconds of the decision's simulated step."""
+    return step_time(setting, decision.problem, decision.stage_of).seconds
 
 
 def take_joint_solution(
@@ -412,7 +442,7 @@ def take_joint_solution(
     other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
     other, proven = simulate_and_improve(setting, other, found.solver, decision.stage_of)
     fullest = fullest_bytes(problem, stage_costs(problem, other.stage_of))
-    before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
+    before, after = step_seconds(setting, decision), step_seconds(setting, other)
     fits = fullest <= setting.constraints.capacity_bytes(setting.hardware)
     # A mesh with tensor parallelism is there to use it, however small the model.
     splits = bool(found.priced.strategies) or not decision.priced.strategies
