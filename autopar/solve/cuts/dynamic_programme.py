@@ -354,7 +354,7 @@ def _partition(
     best = np.array([0.0])
     choices = []
     for stage, window in enumerate(windows):
-        if not best.size or not len(range(*window[0].indices(window[0].stop))):
+        if any(cuts.start >= cuts.stop for cuts in window):
             return None
         reached = combine(best[None, :], cost(stage, window))
         choice = reached.argmin(axis=1)
