@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.ir.activation import NO_SEGMENT, Activation
+
+T = TypeVar("T")
 
 # Gradients are reduced in buckets of this size, each as soon as its backward has run. The size is the default of
 # PyTorch's DistributedDataParallel: large enough for full bandwidth, small enough to start early.
@@ -163,6 +165,12 @@ class CostGraph:
             assert all(0 <= g < n for g in tensor.groups), f"{tensor.name} names groups that do not exist"
         for weight in self.weights:
             assert weight.groups, f"no group uses {weight.name}"
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The entry of ``derived`` for a key, made if it is the first one."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
     @property
     def loss(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
 
 from autopar.ir.comm_sizes import round_up
 from autopar.ir.cost_graph import BUCKET_BYTES
@@ -45,9 +46,12 @@ def assign_owners(
     for name in numel.keys() & fixed.keys():
         load[fixed[name]] += numel[name]
     owners = {name: fixed[name] for name in numel if name in fixed}
+    least = [(load[owner], other_load[owner], owner) for owner in range(num_owners)]
+    heapify(least)
     for name in sorted(numel.keys() - fixed.keys(), key=lambda n: (-numel[n], n)):
-        owners[name] = min(range(num_owners), key=lambda owner: (load[owner], other_load[owner]))
-        load[owners[name]] += numel[name]
+        size, other, owner = least[0]
+        owners[name] = owner
+        heapreplace(least, (size + numel[name], other, owner))
     return owners
 
 

@@ -36,8 +36,8 @@ class PlanConstraints:
         chunks: stages of a rank; more than one needs an interleaved schedule.
         microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
         microbatch_size: most samples of a microbatch.
-        schedule: "auto" takes the fastest of 1f1b, interleaved and interleaved-overlap. gpipe takes as long as 1f1b and
-            keeps more activations.
+        schedule: "auto", the default, takes the fastest of 1f1b, interleaved and interleaved-overlap that fits. gpipe
+            takes as long as 1f1b and keeps more activations.
         balance: what the stages share evenly.
         pins: stage of an operation or of a whole module, by name.
         memory: byte per device; the cost model's by default.
@@ -65,7 +65,7 @@ class PlanConstraints:
     chunks: int | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: RequestedSchedule = "1f1b"
+    schedule: RequestedSchedule = "auto"
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None

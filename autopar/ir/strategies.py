@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from autopar.ir.layout import Layout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,19 @@ class StrategyGraph:
 
     A tensor is resharded once for all groups of a stage that read it in one layout, on their stage. ``resharding``
     holds every (value, producer's layout, reader's layout) that can occur with two different layouts. Groups that read
-    one weight must agree on its layout.
+    one weight must agree on its layout. ``derived`` keeps what a solver has computed from this graph alone, by a key.
     """
 
     groups: tuple[StrategyGroup, ...]
     value_bytes: Mapping[str, int]
     resharding: Mapping[tuple[str, Layout, Layout], ReshardingCost] = field(repr=False)
+    derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def remember(self, key: str, make: Callable[[], T]) -> T:
+        """The entry of ``derived`` for a key, made if it is the first one."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
     def __post_init__(self) -> None:
         produced: set[str] = set()

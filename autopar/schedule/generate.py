@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
+import numpy as np
+
 from autopar.errors import UsageError, suggest
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.actions import Action, Schedule
@@ -187,15 +189,22 @@ def in_flight_profiles(
 
     The largest sum is first and equals `max_in_flight`. Raises as `max_in_flight`.
     """
-    row = generate(name, pp, microbatches, chunks)[rank]
+    row = _schedule_spec(name, pp, microbatches, chunks).actions(rank, pp, microbatches, chunks)
     kept, profiles = [0] * chunks, {(0,) * chunks}
     trained = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
     for action in row:
         if (action.chunk, action.microbatch) in trained:
             kept[action.chunk // pp] += 1 if action.kind == "F" else -1
             profiles.add(tuple(kept))
-    dominated = {m for m in profiles for other in profiles if m != other and all(a <= b for a, b in zip(m, other))}
-    return tuple(sorted(profiles - dominated, key=lambda moment: (-sum(moment), moment)))
+    # What dominates a profile has a larger sum, so it comes before.
+    ordered = np.array(sorted(profiles, key=lambda moment: (-sum(moment), moment)))
+    dominant = np.empty_like(ordered)
+    count = 0
+    for moment in ordered:
+        if not (dominant[:count] >= moment).all(axis=1).any():
+            dominant[count] = moment
+            count += 1
+    return tuple(map(tuple, dominant[:count].tolist()))
 
 
 def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int) -> ScheduleSpec:

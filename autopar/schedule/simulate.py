@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from autopar.errors import UsageError
 from autopar.schedule.actions import Action, Schedule
@@ -46,11 +47,11 @@ def simulate(
     durations = [*forward_seconds, *backward_seconds]
     actions = in_run_order(schedule, edges, num_chunks)
     spans: list[Span] = []
-    run_actions(actions, len(schedule), durations, transfers, factors, spans)
+    run_actions(actions, len(schedule), durations, sources(edges, transfers, num_chunks), factors, spans)
     spans.sort(key=lambda span: span.rank)
     busy = [0.0] * len(schedule)
     for timed in actions:
-        busy[timed.rank] += durations[timed.duration] * factors[timed.action.microbatch]
+        busy[timed.rank] += durations[timed.duration] * factors[timed.microbatch]
     return Timeline(tuple(spans), tuple(busy), tuple(max(in_flight_counts(row), default=0) for row in schedule))
 
 
@@ -79,9 +80,11 @@ def replayed_seconds(
 ) -> float:
     """The ``step_seconds`` of `simulate` for ``generate(schedule, pp, …)``, whose order of actions is cached."""
     num_chunks = len(forward_seconds)
-    skips = tuple(sorted((src, dst) for src, dst in transfers if src + 1 < dst))
-    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp, skips)
-    return run_actions(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
+    # Skips change no order: what a skip brings is made before what the chunks between bring.
+    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp)
+    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    received = sources(edges, transfers, num_chunks)
+    return run_actions(actions, pp, [*forward_seconds, *backward_seconds], received, sizes)
 
 
 @dataclass(frozen=True)
@@ -112,54 +115,63 @@ def critical_path(
     num_chunks = len(forward_seconds)
     if num_chunks == pp and schedule != "gpipe":
         schedule = "1f1b"
-    skips = tuple(sorted((src, dst) for src, dst in transfers if src + 1 < dst))
-    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp, skips)
-    durations = [*forward_seconds, *backward_seconds]
-    ends: list[float] = []
-    causes: list[tuple[int, tuple[int, int] | None]] = []  # the action that each waits for, and the transfer from it
-    latest = [-1] * pp
-    for position, timed in enumerate(actions):
-        size, cause = sizes[timed.action.microbatch], (latest[timed.rank], None)
-        start = ends[cause[0]] if cause[0] >= 0 else 0.0
-        for source, chunks in timed.sources:
-            arrival = ends[source] + transfers.get(chunks, 0.0) * size
+    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp)
+    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    received, durations = sources(edges, transfers, num_chunks), [*forward_seconds, *backward_seconds]
+    ends: dict[tuple[int, int], float] = {}
+    waited: dict[tuple[int, int], tuple[int, int] | None] = {}  # the action that each begins after
+    latest: list[tuple[int, int] | None] = [None] * pp
+    for rank, _, microbatch, duration in actions:
+        size, cause = sizes[microbatch], latest[rank]
+        start = ends[cause] if cause is not None else 0.0
+        for source, seconds in received[duration]:
+            arrival = ends[source, microbatch] + seconds * size
             if arrival > start:
-                start, cause = arrival, (source, chunks)
-        ends.append(start + durations[timed.duration] * size)
-        causes.append(cause)
-        latest[timed.rank] = position
+                start, cause = arrival, (source, microbatch)
+        ends[duration, microbatch] = start + durations[duration] * size
+        waited[duration, microbatch] = cause
+        latest[rank] = duration, microbatch
+    rank_of = {(duration, microbatch): rank for rank, _, microbatch, duration in actions}
     counts, sent = [0.0] * len(durations), dict[tuple[int, int], float]()
-    position = max(range(len(ends)), key=ends.__getitem__)
-    while position >= 0:
-        timed, (cause, chunks) = actions[position], causes[position]
-        size = sizes[timed.action.microbatch]
-        counts[timed.duration] += size
-        if chunks is not None:
-            sent[chunks] = sent.get(chunks, 0.0) + size
-        position = cause
+    at: tuple[int, int] | None = max(ends, key=lambda key: ends[key])
+    while at is not None:
+        counts[at[0]] += sizes[at[1]]
+        cause = waited[at]
+        if cause is not None and rank_of[cause] != rank_of[at]:
+            pair = cause[0] % num_chunks, at[0] % num_chunks
+            sent[pair] = sent.get(pair, 0.0) + sizes[at[1]]
+        at = cause
     return CriticalPath(counts[:num_chunks], counts[num_chunks:], sent)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAction:
-    """An action with what its start and end depend on.
-
-    Args:
-        duration: index of its time in [*forward seconds per chunk, *backward seconds per chunk].
-        sources: for each action whose tensor it receives, that action's position in the run order and the two chunks.
-    """
+class TimedAction(NamedTuple):
+    """An action of a rank; ``duration`` is the index of its time in [*forward seconds per chunk, *backward seconds per
+    chunk]."""
 
     rank: int
     action: Action
+    microbatch: int
     duration: int
-    sources: tuple[tuple[int, tuple[int, int]], ...]
+
+
+# For each duration, those of the actions whose tensors its action receives, and the seconds of the transfer.
+Sources = Sequence[Sequence[tuple[int, float]]]
+
+
+def sources(edges: Collection[tuple[int, int]], transfers: Mapping[tuple[int, int], float], num_chunks: int) -> Sources:
+    """What every action receives along the edges."""
+    found: list[list[tuple[int, float]]] = [[] for _ in range(2 * num_chunks)]
+    for src, dst in edges:
+        found[dst].append((src, transfers.get((src, dst), 0.0)))
+        found[num_chunks + src].append((num_chunks + dst, transfers.get((dst, src), 0.0)))
+    return found
 
 
 def run_actions(
     actions: Sequence[TimedAction],
     num_ranks: int,
     durations: Sequence[float],
-    transfers: Mapping[tuple[int, int], float],
+    received: Sources,
     sizes: Sequence[float],
     spans: list[Span] | None = None,
 ) -> float:
@@ -168,29 +180,48 @@ def run_actions(
     Args:
         spans: takes each action's start and end, if given.
     """
-    ends: list[float] = []
+    ends = [[0.0] * len(sizes) for _ in durations]
     free = [0.0] * num_ranks
-    for timed in actions:
-        rank, size = timed.rank, sizes[timed.action.microbatch]
-        start = free[rank]
-        for source, chunks in timed.sources:
-            arrival = ends[source] + transfers.get(chunks, 0.0) * size
+    for rank, action, microbatch, duration in actions:
+        size, start = sizes[microbatch], free[rank]
+        for source, seconds in received[duration]:
+            arrival = ends[source][microbatch] + seconds * size
             if arrival > start:
                 start = arrival
-        end = free[rank] = start + durations[timed.duration] * size
-        ends.append(end)
+        end = free[rank] = ends[duration][microbatch] = start + durations[duration] * size
         if spans is not None:
-            spans.append(Span(rank, timed.action, start, end))
+            spans.append(Span(rank, action, start, end))
     return max(free, default=0.0)
 
 
 @lru_cache(maxsize=256)
-def generated_in_run_order(
-    schedule: str, pp: int, microbatches: int, chunks: int, skips: tuple[tuple[int, int], ...]
-) -> tuple[TimedAction, ...]:
-    """As `in_run_order`, for a generated schedule; ``skips`` are edges between chunks that are not consecutive."""
-    edges = [*chain_edges(pp * chunks), *skips]
-    return in_run_order(generate(schedule, pp, microbatches, chunks), edges, pp * chunks)
+def generated_in_run_order(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[TimedAction, ...]:
+    """As `in_run_order`, for a generated schedule whose edges join consecutive chunks."""
+    num_chunks = pp * chunks
+    rows = generate(schedule, pp, microbatches, chunks)
+    done = [[False] * microbatches for _ in range(2 * num_chunks)]
+    found: list[TimedAction] = []
+    waiting: dict[tuple[int, int], int] = {}  # rank that waits for a duration of a microbatch
+    place, ready = [0] * pp, list(reversed(range(pp)))
+    while ready:
+        rank = ready.pop()
+        row, at = rows[rank], place[rank]
+        while at < len(row):
+            action = row[at]
+            microbatch, is_forward = action.microbatch, action.kind == "F"
+            other = action.chunk - 1 if is_forward else action.chunk + 1
+            first = 0 if is_forward else num_chunks
+            if 0 <= other < num_chunks and not done[first + other][microbatch]:
+                waiting[first + other, microbatch] = rank
+                break
+            done[first + action.chunk][microbatch] = True
+            found.append(TimedAction(rank, action, microbatch, first + action.chunk))
+            at += 1
+            if (waiter := waiting.pop((first + action.chunk, microbatch), None)) is not None:
+                ready.append(waiter)
+        place[rank] = at
+    assert not waiting, f"{schedule} with {pp} ranks, {microbatches} microbatches, {chunks} chunks comes to a halt"
+    return tuple(found)
 
 
 def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chunks: int) -> tuple[TimedAction, ...]:
@@ -199,15 +230,10 @@ def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chu
     Raises:
         ScheduleError: the ranks wait for each other, or for an action that no rank has.
     """
-    links = Links.of(edges, num_chunks)
-    order = run_order(schedule, links)
-    position = {action: i for i, (_, action) in enumerate(order)}
-
-    def timed(rank: int, action: Action) -> TimedAction:
-        sources = tuple((position[a], (a.chunk, action.chunk)) for a in links.before(action))
-        return TimedAction(rank, action, action.chunk + num_chunks * (action.kind == "B"), sources)
-
-    return tuple(timed(rank, action) for rank, action in order)
+    return tuple(
+        TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * (action.kind == "B"))
+        for rank, action in run_order(schedule, Links.of(edges, num_chunks))
+    )
 
 
 def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> float:

@@ -46,6 +46,9 @@ FAR = 2.0
 # Steps that differ by that share do so by rounding.
 EQUAL = 1e-9
 
+# Largest ratio of a step before final cuts and shardings, which stages that share ranks do not get, to the one after.
+MAX_GAIN = 1.05
+
 
 # The best sharding for a decision's mesh and microbatches, with what replicas exchange, if it is another one.
 Refine = Callable[[Decision], Priced | None]
@@ -112,13 +115,16 @@ def search(
         check_pieces(setting, explored)
         chosen = least_memory_candidate(setting, explored)
     try:
-        decision, solver = solve_final(bounds, chosen)
+        decision, solver = finish(bounds, chosen, refine)
     except InfeasibleError as error:
         mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
         which = f" Of all meshes {mesh} needs least." if others else ""
         remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
         raise InfeasibleError(f"{error}{which}{remedies}") from error
-    decision, solver = with_other_sharding(bounds, decision, solver, refine)
+    if (other := rival(explored, chosen)) is not None:
+        single, single_solver = finish(bounds, other, refine)
+        if step_seconds(setting, single) < step_seconds(setting, decision):
+            decision, solver = single, single_solver
     check_memory(decision)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     free_seconds = seconds_without_limit(setting, decision)
@@ -126,6 +132,15 @@ def search(
         setting, decision, solver, alternatives(setting, bounds, explored.by_mesh, explored.refused, decision),
         bound_by(setting, decision, free_seconds), free_seconds,
     )  # fmt: skip
+
+
+def rival(explored: SearchResult, chosen: Candidate) -> Candidate | None:
+    """The fastest candidate with one stage a rank, if final cuts may make it faster than a chosen one with several."""
+    if chosen.problem.chunks == 1 or chosen.step is None:
+        return None
+    single = (c for found in explored.by_mesh.values() for c in found if c.problem.chunks == 1)
+    best = min(single, key=lambda c: c.seconds, default=None)
+    return best if best is not None and best.seconds <= MAX_GAIN * chosen.seconds else None
 
 
 def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
@@ -200,7 +215,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
 
 def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
     """Whether the mesh fits at a point that needs little memory."""
-    found = (evaluate(setting, bounds, point, float("inf")) for point in least_memory_points(setting, mesh))
+    found = (evaluate(setting, bounds, point, float("inf"), 0.0) for point in least_memory_points(setting, mesh))
     return any(candidate is not None and candidate.step is not None for candidate in found)
 
 
@@ -354,10 +369,13 @@ def certify_sharding(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> Sol
     return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
 
 
-def with_other_sharding(
-    bounds: LowerBounds, decision: Decision, solver: SolverInfo, refine: Refine | None
-) -> tuple[Decision, SolverInfo]:
-    """The decision, or that with the sharding of ``refine`` if its step is shorter."""
+def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tuple[Decision, SolverInfo]:
+    """The candidate with its final cuts, and with the sharding of ``refine`` if its step is shorter.
+
+    Raises:
+        UsageError, InfeasibleError: as `solve_cuts`.
+    """
+    decision, solver = solve_final(bounds, chosen)
     problem = decision.problem
     if refine is None or problem.tp == 1 or problem.balance != "time" or (priced := refine(decision)) is None:
         return decision, solver
@@ -370,8 +388,8 @@ def with_other_sharding(
         found, proven = solve_final(bounds, other)
     except InfeasibleError:  # it holds more than the decision
         return decision, solver
-    before, after = (step_time(bounds.setting, d.problem, d.stage_of).seconds for d in (decision, found))
-    return (found, proven) if after < before else (decision, solver)
+    faster = step_seconds(bounds.setting, found) < step_seconds(bounds.setting, decision)
+    return (found, proven) if faster else (decision, solver)
 
 
 def check_memory(decision: Decision) -> None:
@@ -384,3 +402,8 @@ def check_memory(decision: Decision) -> None:
     capacity = problem.capacity_bytes
     if capacity is not None and peak_bytes(problem, decision.stage_of) > capacity:
         raise InfeasibleError(memory_message(problem, decision.stage_of))
+
+
+def step_seconds(setting: Setting, decision: Decision) -> float:
+    """Seconds of the decision's simulated step."""
+    return step_time(setting, decision.problem, decision.stage_of).seconds

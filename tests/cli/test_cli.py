@@ -29,9 +29,8 @@ TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "nu
 def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan file of a small ViT on two devices."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    code, _, error = invoke(
-        "plan", *TINY, "--devices", "2", "--pp", "2", "--batch", "8", "--hardware", "cpu-generic", "-o", str(path)
-    )
+    asked = ["--devices", "2", "--pp", "2", "--schedule", "1f1b", "--batch", "8", "--hardware", "cpu-generic", "-o"]
+    code, _, error = invoke("plan", *TINY, *asked, str(path))
     assert code == 0, error
     return path
 
@@ -100,7 +99,7 @@ def test_changed_microbatches_are_one_line_on_stderr(user_models):
         ([*TINY, "--pp", "2", "--pin", "blocks.7=1"], 2, "Cannot pin 'blocks.7'"),
         ([*TINY, "--pp", "2", "--pin", "blocks.1=5"], 2, "blocks.1 is pinned to stage 5, stages are 0 to 1"),
         ([*TINY, "--batch", "4", "--microbatches", "8"], 2, "microbatches=8 of a batch of 4"),
-        ([*TINY, "--chunks", "2"], 2, "chunks=2 with schedule='1f1b', under which each rank has one"),
+        ([*TINY, "--schedule", "1f1b", "--chunks", "2"], 2, "chunks=2 with schedule='1f1b', under which each rank"),
         ([*TINY, "--tp", "2", "--pp", "2"], 2, "pp=2 × tp=2 make 4 devices, not 2. Use devices=4 or pp=1 or tp=1"),
         ([*TINY, "--dp", "2", "--batch", "5"], 2, "dp=2: 2 replicas cannot share a batch of 5 samples evenly"),
         ([*TINY, "--dp", "2", "--batch", "8", "--microbatches", "8"], 2, "each of 2 replicas has 4 samples"),

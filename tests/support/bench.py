@@ -35,8 +35,15 @@ def request(**changes: Any) -> BenchRequest:
 
 @functools.cache
 def tiny_plan(pp: int = 2, dp: int = 1, microbatches: int = 4) -> Plan:
-    """Plan of the tiny ViT for CPUs."""
-    return autopar.plan(TINY, pp * dp, batch_size=16, pp=pp, dp=dp, microbatches=microbatches, hardware="cpu-generic")
+    """Plan of the tiny ViT for CPUs, 1F1B."""
+    asked: dict[str, Any] = {
+        "pp": pp,
+        "dp": dp,
+        "microbatches": microbatches,
+        "schedule": "1f1b",
+        "hardware": "cpu-generic",
+    }
+    return autopar.plan(TINY, pp * dp, batch_size=16, **asked)
 
 
 def check_trace(trace: dict[str, Any]) -> None:

@@ -37,9 +37,9 @@ MIXER = ModelSource("mixer_s32_224", {"img_size": 64, "num_classes": 10}, (16, 3
 
 @cache
 def planned(source_name: str, devices: int, *given: tuple[str, Any]) -> Plan:
-    """Plan of one of the models above for GPUs; ``given`` are constraints as (name, value)."""
+    """Plan of one of the models above for GPUs, under 1F1B by default; ``given`` are constraints as (name, value)."""
     source = next(s for s in (VIT, RESNET, MIXER) if s.name == source_name)
-    return autopar.plan(source, devices, hardware="h200-nvlink", **dict(given))
+    return autopar.plan(source, devices, **{"hardware": "h200-nvlink", "schedule": "1f1b", **dict(given)})
 
 
 def by_hand(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,15 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.hardware import Link
-from autopar.solve.cuts.evaluate import load_matrix, objective_seconds, one_way_seconds, peak_bytes, stage_costs
+from autopar.solve.cuts.evaluate import load_matrix, objective_seconds, one_way_seconds, own_peak_costs, peak_bytes
 from autopar.solve.cuts.intervals import Intervals, Matrix, interval_sums, intervals_of
-from autopar.solve.cuts.problem import CutProblem, objective_of, update_seconds
+from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
 # Points of the frontier between slowest stage and total time that are looked at, and their stages together: with few
 # microbatches on many stages there are hundreds. ViT-L/16 on 8 stages has 3 points.
 MAX_FRONTIER, MAX_FRONTIER_STAGES = 64, 512
+# Slowest stage, as a multiple of an even share, up to which the fastest one is sought first.
+FIRST_CEILING = 1.25
+# Slack for rounding in sums of seconds, relative.
+ROUNDING = 1e-9
 # Times that the capacity is lowered by the excess of cuts that do not fit after all.
 MAX_LOWERED = 4
+
+
+# Cuts where an interval may end, and where it may begin: rows and columns of a matrix of intervals.
+Window = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
@@ -28,14 +36,17 @@ class StageTimes:
     stage_seconds: Matrix
     added_seconds: Matrix
 
+    def at(self, window: Window) -> StageTimes:
+        """Times of the intervals of a window."""
+        return StageTimes(self.stage_seconds[window], self.added_seconds[window])
+
 
 @dataclass(frozen=True)
 class StageIntervals:
     """Every interval of the groups as each stage of a problem: element [j, i] is about the groups i … j − 1.
 
-    The best way to reach j is sought along a row, which takes half as long as along a column. Matrices are made one
-    stage at a time, and kept where many stages share them: with 400 groups and 256 stages all of them together would
-    take 1 GiB.
+    The best way to reach j is sought along a row, which takes half as long as along a column. What all stages share is
+    kept, and the rest made of a window of cuts: with 400 groups and 256 stages all matrices together would take 1 GiB.
     """
 
     problem: CutProblem
@@ -45,7 +56,10 @@ class StageIntervals:
     @cached_property
     def held_bytes(self) -> Matrix:
         """Bytes that each microbatch in flight holds."""
-        return self.costs.saved_bytes + self.costs.received_bytes[None, :] + self.costs.sent_bytes[:, None]
+        return self.problem.cost.remember(
+            ("held", *self.problem.interval_key),
+            lambda: self.costs.saved_bytes + self.costs.received_bytes[None, :] + self.costs.sent_bytes[:, None],
+        )
 
     @cached_property
     def standing_bytes(self) -> Matrix:
@@ -58,23 +72,27 @@ class StageIntervals:
     def is_last(self, stage: int) -> bool:
         return stage == self.problem.stages - 1
 
-    def memory_bytes(self, stage: int) -> Matrix:
-        """Bytes of every interval on a stage; infinite where forbidden. The capacity is not applied.
+    def memory_bytes(self, stage: int, window: Window) -> Matrix:
+        """Bytes of the intervals of a window on a stage; infinite where forbidden. The capacity is not applied.
 
         Error: low by gradients that wait for their bucket or have come in a step's one backward, by messages that the
             fullest rank has more of, and by gradients that several stages send for one tensor.
         """
-        held = self.standing_bytes + self.costs.working.floor + self.problem.fixed_bytes(stage)
-        held = held + self.problem.in_flight[stage] * self.held_bytes
-        return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
+        held = self.problem.in_flight[stage] * self.held_bytes[window] + self.costs.working.floor[window]
+        held += self.standing_bytes[window] + self.problem.fixed_bytes(stage)
+        held[np.isinf(self.times(stage).stage_seconds[window])] = np.inf
+        return held
 
     def times(self, stage: int) -> StageTimes:
         """Times of every interval on a stage."""
         # Pins differ from stage to stage; transfer times depend on the link alone.
-        key = (None if self.is_last(stage) else self.problem.boundary[stage], stage if self.problem.pins else 0)
-        if key not in self._times:
-            self._times[key] = self._timed(stage, key[0])
-        return self._times[key]
+        link = None if self.is_last(stage) else self.problem.boundary[stage]
+        if not self.problem.pins:
+            key = ("times", self.problem.balance, link)
+            return self.problem.cost.remember(key, lambda: self._timed(stage, link))
+        if (link, stage) not in self._times:
+            self._times[link, stage] = self._timed(stage, link)
+        return self._times[link, stage]
 
     def _timed(self, stage: int, link: Link | None) -> StageTimes:
         o = objective_of(self.problem)
@@ -88,9 +106,11 @@ class StageIntervals:
     def _forbidden(self, stage: int) -> NDArray[np.bool_]:
         """Intervals that are empty, hold a group pinned elsewhere, or end with the model before the last stage."""
         size, loss = len(self.problem.cost.groups), self.problem.cost.loss
-        pinned = interval_sums(size, ((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage))
-        real = interval_sums(size, ((1.0, (g,)) for g in range(loss)))
-        forbidden = (real == 0) | (pinned > 0)
+        cuts = np.arange(size + 1)
+        forbidden = (cuts[None, :] >= cuts[:, None]) | (cuts[None, :] >= loss)  # the loss alone is no stage
+        if self.problem.pins:
+            pinned = interval_sums(size, ((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage))
+            forbidden |= pinned > 0
         if not self.is_last(stage):
             forbidden[size, :] = True
         return forbidden
@@ -103,45 +123,99 @@ def stage_intervals(problem: CutProblem) -> StageIntervals:
 
 @dataclass(frozen=True)
 class FeasibleIntervals:
-    """Intervals that fit the capacity, by stage; an interval recomputes only if it does not fit otherwise.
-
-    ``fits`` and ``fits_plain`` (without recomputation) have a matrix for each stage.
-    """
+    """Intervals that fit the capacity, by stage; an interval recomputes only if it does not fit otherwise."""
 
     plain: StageIntervals
     recomputed: StageIntervals | None
-    fits_plain: list[NDArray[np.bool_]]
-    fits: list[NDArray[np.bool_]]
 
-    def times(self, stage: int) -> StageTimes:
-        """Times of every interval on a stage, also of those that do not fit."""
-        once = self.plain.times(stage)
-        if self.recomputed is None:
+    def fits(self, ways: StageIntervals, stage: int, window: Window) -> NDArray[np.bool_]:
+        """Whether the intervals of a window fit on a stage that recomputes or not. Stages of one rank share its
+        capacity by their microbatches in flight."""
+        problem = self.plain.problem
+        capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
+        return ways.memory_bytes(stage, window) <= capacity * problem.capacity_share(stage)
+
+    def times(self, stage: int, window: Window) -> StageTimes:
+        """Times of the intervals of a window on a stage; infinite where they do not fit."""
+        once = self.plain.times(stage).at(window)
+        if self.plain.problem.capacity_bytes is None:
             return once
-        again, chosen = self.recomputed.times(stage), self.fits_plain[stage]
-        return StageTimes(
-            np.where(chosen, once.stage_seconds, again.stage_seconds),
-            np.where(chosen, once.added_seconds, again.added_seconds),
-        )
+        fits = self.fits(self.plain, stage, window)
+        if self.recomputed is not None:
+            again, fits_again = self.recomputed.times(stage).at(window), self.fits(self.recomputed, stage, window)
+            once = StageTimes(
+                *(
+                    np.where(fits, a, b)
+                    for a, b in ((once.stage_seconds, again.stage_seconds), (once.added_seconds, again.added_seconds))
+                )
+            )
+            fits |= fits_again
+        return StageTimes(np.where(fits, once.stage_seconds, np.inf), np.where(fits, once.added_seconds, np.inf))
 
     def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
         """Stage and added seconds of one interval."""
-        found = self.plain if self.recomputed is None or self.fits_plain[stage][j, i] else self.recomputed
-        times = found.times(stage)
-        return float(times.stage_seconds[j, i]), float(times.added_seconds[j, i])
+        times = self.times(stage, (slice(j, j + 1), slice(i, i + 1)))
+        return float(times.stage_seconds[0, 0]), float(times.added_seconds[0, 0])
+
+    def within(self, stage: int, ceiling: float) -> NDArray[np.bool_]:
+        """Intervals that take at most as long as a ceiling on a stage, whether they fit or not."""
+        allowed = self.plain.times(stage).stage_seconds <= ceiling
+        return allowed if self.recomputed is None else allowed | (self.recomputed.times(stage).stage_seconds <= ceiling)
+
+    def windows(self, ceiling: float) -> list[Window]:
+        """For each stage, a window of cuts that holds all intervals on paths whose stages take at most as long as a
+        ceiling."""
+        problem = self.plain.problem
+        stages, size = problem.stages, len(problem.cost.groups)
+        reaches: dict[tuple[Link | None, int], Reach] = {}
+        by_stage = []
+        for s in range(stages):
+            key = (None if self.plain.is_last(s) else problem.boundary[s], s if problem.pins else 0)
+            if key not in reaches:
+                reaches[key] = reach(self.within(s, ceiling))
+            by_stage.append(reaches[key])
+        low, high = [0] * (stages + 1), [0] * stages + [size]
+        for s in range(stages):
+            inside = slice(low[s], high[s] + 1)
+            low[s + 1], high[s + 1] = (
+                int(by_stage[s].first_end[inside].min(initial=size)),
+                int(by_stage[s].last_end[inside].max(initial=0)),
+            )
+        low[stages] = high[stages] = size
+        for s in reversed(range(stages)):
+            inside = slice(low[s + 1], high[s + 1] + 1)
+            low[s] = max(low[s], int(by_stage[s].first_begin[inside].min(initial=size)))
+            high[s] = min(high[s], int(by_stage[s].last_begin[inside].max(initial=0)))
+        return [(slice(low[s + 1], high[s + 1] + 1), slice(low[s], high[s] + 1)) for s in range(stages)]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The first and last end of an allowed interval from each cut, and its first and last begin to each cut."""
+
+    first_end: NDArray[np.int64]
+    last_end: NDArray[np.int64]
+    first_begin: NDArray[np.int64]
+    last_begin: NDArray[np.int64]
+
+
+def reach(allowed: NDArray[np.bool_]) -> Reach:
+    """Reach of the intervals [j, i] that are allowed; first of none: the number of cuts, last: −1."""
+    size = len(allowed)
+    ends, begins = allowed.any(axis=0), allowed.any(axis=1)
+    return Reach(
+        np.where(ends, allowed.argmax(axis=0), size),
+        np.where(ends, size - 1 - allowed[::-1].argmax(axis=0), -1),
+        np.where(begins, allowed.argmax(axis=1), size),
+        np.where(begins, size - 1 - allowed[:, ::-1].argmax(axis=1), -1),
+    )
 
 
 def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
-    """Intervals that fit on each stage. Stages of one rank share its capacity by their microbatches in flight."""
-    capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
-    limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
-    once = stage_intervals(problem)
-    at_once = [once.memory_bytes(s) <= limit[s] for s in range(problem.stages)]
-    if not problem.may_recompute:
-        return FeasibleIntervals(once, None, at_once, at_once)
-    again = stage_intervals(problem.recomputing)
-    fits = [own | (again.memory_bytes(s) <= limit[s]) for s, own in enumerate(at_once)]
-    return FeasibleIntervals(once, again, at_once, fits)
+    """Intervals that fit on each stage."""
+    return FeasibleIntervals(
+        stage_intervals(problem), stage_intervals(problem.recomputing) if problem.may_recompute else None
+    )
 
 
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
@@ -177,36 +251,39 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
 
 def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts of which every stage fits by itself."""
+    if problem.capacity_bytes is not None:
+        return _cheapest_found(problem)
+    # Without a limit, they are the same under all schedules.
+    key = ("cheapest", problem.balance, objective_of(problem), problem.pp, problem.boundary, *problem.pins.items())
+    return problem.cost.remember(key, lambda: _cheapest_found(problem))
+
+
+def _cheapest_found(problem: CutProblem) -> tuple[int, ...] | None:
+    """As `_cheapest`, without a cache."""
     found = feasible_intervals(problem)
-
-    def seconds(s: int) -> Matrix:
-        return np.where(found.fits[s], found.times(s).stage_seconds, np.inf)
-
-    balanced = _partition(problem.stages, seconds, np.maximum)
+    balanced = _balanced(found)
     if balanced is None:
         return None
 
     def total(cuts: tuple[int, ...]) -> float:
         return sum(found.at(s, j, i)[1] for s, (i, j) in enumerate(_pairs(cuts, problem)))
 
-    def slowest(cuts: tuple[int, ...]) -> float:
-        return max(found.at(s, j, i)[0] for s, (i, j) in enumerate(_pairs(cuts, problem)))
+    def added(ceiling: float) -> Callable[[int, Window], Matrix]:
+        def of(s: int, window: Window) -> Matrix:
+            times = found.times(s, window)
+            return np.where(times.stage_seconds < ceiling, times.added_seconds, np.inf)
 
-    def below(ceiling: float) -> Callable[[int], Matrix]:
-        def added(s: int) -> Matrix:
-            times = found.times(s)
-            return np.where(found.fits[s] & (times.stage_seconds < ceiling), times.added_seconds, np.inf)
-
-        return added
+        return of
 
     o = objective_of(problem)
     # Every solution pays this besides its total: the fastest slowest stage, and an even share of the update.
     update = o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.pp
-    floor = o.slowest * slowest(balanced) + update
+    floor = o.slowest * slowest(found, balanced) + update
     best, best_value = balanced, _value(problem, balanced)
-    ceiling = np.inf
+    work = o.total * sum(group_loads(problem.cost, problem.balance))
+    ceiling = (best_value - work - update) / o.slowest * (1 + ROUNDING) if o.slowest else np.inf
     for _ in range(max(4, min(MAX_FRONTIER, MAX_FRONTIER_STAGES // problem.stages))):
-        cuts = _partition(problem.stages, below(ceiling), np.add)
+        cuts = _partition(found.windows(ceiling), added(ceiling), np.add)
         if cuts is None or floor + total(cuts) >= best_value:
             break
         value = _value(problem, cuts)
@@ -214,8 +291,28 @@ def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
             best, best_value = cuts, value
         # A slower slowest stage than this cannot be paid for by any saving in the total.
         affordable = (best_value - total(cuts) - update) / o.slowest if o.slowest else np.inf
-        ceiling = min(slowest(cuts), affordable)
+        ceiling = min(slowest(found, cuts), affordable)
     return _stage_of(best, problem)
+
+
+def slowest(found: FeasibleIntervals, cuts: tuple[int, ...]) -> float:
+    """Seconds of the slowest stage under some cuts."""
+    return max(found.at(s, j, i)[0] for s, (i, j) in enumerate(_pairs(cuts, found.plain.problem)))
+
+
+def _balanced(found: FeasibleIntervals) -> tuple[int, ...] | None:
+    """The cuts whose slowest stage is fastest, or None where there are none.
+
+    They are sought among those within a ceiling, which is raised while there are none.
+    """
+    problem = found.plain.problem
+    loads = group_loads(problem.cost, problem.balance)
+    ceiling = FIRST_CEILING * max(sum(loads) / problem.stages, *loads)
+    for wide in (ceiling, FIRST_CEILING * ceiling, np.inf):
+        cuts = _partition(found.windows(wide), lambda s, window: found.times(s, window).stage_seconds, np.maximum)
+        if cuts is not None and slowest(found, cuts) <= wide:
+            return cuts
+    return None
 
 
 def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
@@ -224,15 +321,15 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
         return None
     ways = [stage_intervals(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
 
-    def memory_bytes(s: int) -> Matrix:
-        return np.minimum.reduce([way.memory_bytes(s) for way in ways]) / problem.capacity_share(s)
+    def memory_bytes(s: int, window: Window) -> Matrix:
+        return np.minimum.reduce([way.memory_bytes(s, window) for way in ways]) / problem.capacity_share(s)
 
-    cuts = _partition(problem.stages, memory_bytes, np.maximum)
+    cuts = _partition(FeasibleIntervals(ways[0], None).windows(np.inf), memory_bytes, np.maximum)
     return None if cuts is None else _stage_of(cuts, problem)
 
 
 def _value(problem: CutProblem, cuts: tuple[int, ...]) -> float:
-    return objective_seconds(problem, stage_costs(problem, _stage_of(cuts, problem)))
+    return objective_seconds(problem, own_peak_costs(problem, _stage_of(cuts, problem)))
 
 
 def _pairs(cuts: tuple[int, ...], problem: CutProblem) -> zip[tuple[int, int]]:
@@ -244,21 +341,28 @@ def _stage_of(cuts: tuple[int, ...], problem: CutProblem) -> tuple[int, ...]:
 
 
 def _partition(
-    stages: int, cost: Callable[[int], Matrix], combine: Callable[[Matrix, Matrix], Matrix]
+    windows: Sequence[Window],
+    cost: Callable[[int, Window], Matrix],
+    combine: Callable[[Matrix, Matrix], Matrix],
 ) -> tuple[int, ...] | None:
-    """Cuts with the least combined cost of their intervals, or None if it is infinite."""
+    """Cuts with the least combined cost of their intervals, or None if it is infinite.
+
+    Args:
+        windows: for each stage, the cuts where it may end and begin; it begins where the stage before may end.
+        cost: of the intervals of a window on a stage.
+    """
     best = np.array([0.0])
     choices = []
-    for stage in range(stages):
-        matrix = cost(stage)
-        best = np.pad(best, (0, matrix.shape[0] - len(best)), constant_values=np.inf)
-        reached = combine(best[None, :], matrix)
+    for stage, window in enumerate(windows):
+        if any(cuts.start >= cuts.stop for cuts in window):
+            return None
+        reached = combine(best[None, :], cost(stage, window))
         choice = reached.argmin(axis=1)
         best = reached[np.arange(len(choice)), choice]
         choices.append(choice)
     if not np.isfinite(best[-1]):
         return None
-    cuts = [len(best) - 1]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
+    cuts = [windows[-1][0].start]
+    for (ends, begins), choice in zip(reversed(windows), reversed(choices)):
+        cuts.append(begins.start + int(choice[cuts[-1] - ends.start]))
     return tuple(reversed(cuts[1:-1]))

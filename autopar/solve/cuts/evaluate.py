@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from operator import mul
 
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.buffers import buffer_bytes
-from autopar.solve.cuts.intervals import Matrix, interval_sums, intervals_of
+from autopar.solve.cuts.intervals import Matrix, interval_sums, intervals_of, is_ascending
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
@@ -130,19 +130,22 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
     With ``recompute`` "auto", stages recompute that do not fit otherwise and need less memory then; of a rank's stages,
     those that save most come first.
     """
+    return at_peak(problem, own_peak_costs(problem, stage_of))
+
+
+def own_peak_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
+    """As `stage_costs`, but each stage's memory is that of its own peak, not its part at the rank's peak."""
     once = stage_costs_unlimited(problem, stage_of)
-    plain = at_peak(problem, once)
-    if not problem.may_recompute or fullest_bytes(problem, plain) <= (problem.capacity_bytes or 0):
-        return plain
+    if not problem.may_recompute or fullest_bytes(problem, once) <= (problem.capacity_bytes or 0):
+        return once
     again = stage_costs_unlimited(problem.recomputing, stage_of)
     found, saving = list(once), [a.memory_bytes - b.memory_bytes for a, b in zip(once, again)]
     for position in range(problem.pp):
         for s in sorted(problem.stages_at(position), key=lambda s: -saving[s]):
-            rank = rank_at_peak(problem, found, position)
-            if saving[s] <= 0 or rank.memory_bytes <= (problem.capacity_bytes or 0):
+            if saving[s] <= 0 or rank_bytes(problem, found, position) <= (problem.capacity_bytes or 0):
                 break
             found[s] = again[s]
-    return at_peak(problem, found)
+    return tuple(found)
 
 
 def rank_costs(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[RankCost, ...]:
@@ -151,13 +154,23 @@ def rank_costs(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[RankCos
 
 
 def fullest_bytes(problem: CutProblem, costs: Sequence[StageCost]) -> int:
-    """Memory of the fullest rank."""
-    return max(rank.memory_bytes for rank in rank_costs(problem, costs))
+    """Memory of the fullest rank, from stages at their own peaks or at their rank's."""
+    return max(rank_bytes(problem, costs, position) for position in range(problem.pp))
+
+
+def rank_bytes(problem: CutProblem, costs: Sequence[StageCost], position: int) -> int:
+    """Memory of a rank at a position; see `rank_at_peak`."""
+    own = costs[position :: problem.pp]
+    if problem.chunks == 1:
+        return own[0].memory_bytes
+    held = [c.held_bytes for c in own]
+    fullest = max(sum(map(mul, profile, held)) for profile in problem.in_flight_profiles[position])
+    return fullest + max(c.transient_bytes for c in own) + sum(c.weight_bytes + c.buffer_bytes for c in own)
 
 
 def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
     """Memory of the fullest rank under an assignment."""
-    return fullest_bytes(problem, stage_costs(problem, stage_of))
+    return fullest_bytes(problem, own_peak_costs(problem, stage_of))
 
 
 def at_peak(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
@@ -200,10 +213,13 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
 
 def is_contiguous(problem: CutProblem, stage_of: Sequence[int]) -> bool:
     """Whether every stage is an interval of the groups, and no weight is read by two stages of one rank."""
-    if any(a > b for a, b in pairwise(stage_of)):
+    if not is_ascending(stage_of):
         return False
-    shared = (stages_holding(w, stage_of) for w in problem.cost.weights if len(w.groups) > 1 and problem.chunks > 1)
-    return all(len({s % problem.pp for s in stages}) == len(stages) for stages in shared)
+    if problem.chunks == 1:
+        return True
+    shared = problem.cost.remember("shared", lambda: [w for w in problem.cost.weights if len(w.groups) > 1])
+    by_weight = (stages_holding(weight, stage_of) for weight in shared)
+    return all(len({s % problem.pp for s in stages}) == len(stages) for stages in by_weight)
 
 
 def interval_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
@@ -250,11 +266,12 @@ def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buf
 
 def load_matrix(problem: CutProblem) -> Matrix:
     """Load of every interval by the problem's balance, second."""
-    cache, key = problem.cost.derived, ("load", problem.balance)
-    if key not in cache:
+
+    def made() -> Matrix:
         loads = group_loads(problem.cost, problem.balance)
-        cache[key] = interval_sums(len(loads), ((x, (g,)) for g, x in enumerate(loads)))
-    return cache[key]
+        return interval_sums(len(loads), ((x, (g,)) for g, x in enumerate(loads)))
+
+    return problem.cost.remember(("load", problem.balance), made)
 
 
 def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import le
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +33,19 @@ def interval_sums(
     Args:
         before: for each amount, a group that must lie before i; it lies before the amount's own groups.
     """
-    corners = np.zeros((size + 2, size + 2))
+    corners, empty = np.zeros((size + 2, size + 2)), True
     for number, (amount, groups) in enumerate(amounts):
+        if not amount:
+            continue
+        empty = False
         previous = -1 if before is None else before[number]
         for group in sorted(groups):
             # Counted by the first of its groups in the interval: previous < i <= group < j.
             corners[previous + 1, group + 1] += amount
             corners[group + 1, group + 1] -= amount
             previous = group
+    if empty:
+        return corners[: size + 1, : size + 1]
     return np.ascontiguousarray(corners.cumsum(axis=0).cumsum(axis=1)[: size + 1, : size + 1].T)
 
 
@@ -78,11 +84,7 @@ class Intervals:
 
 def intervals_of(problem: CutProblem) -> Intervals:
     """Costs of all intervals; made once for a cost graph and what of the problem they depend on."""
-    flags = (problem.has_buckets, problem.gradients_come, problem.microbatches > 1, problem.kept_received)
-    cache = problem.cost.derived
-    if ("intervals", *flags) not in cache:
-        cache["intervals", *flags] = make_intervals(problem)
-    return cache["intervals", *flags]
+    return problem.cost.remember(("intervals", *problem.interval_key), lambda: make_intervals(problem))
 
 
 def make_intervals(problem: CutProblem) -> Intervals:
@@ -137,9 +139,14 @@ def make_intervals(problem: CutProblem) -> Intervals:
     )
 
 
+def is_ascending(stage_of: Sequence[int]) -> bool:
+    """Whether no group is on an earlier stage than the group before it."""
+    return all(map(le, stage_of, stage_of[1:]))
+
+
 def leaving_edges(problem: CutProblem, stage_of: Sequence[int]) -> Iterator[TensorEdge]:
     """Edges that leave the stage of their producer."""
-    if any(a > b for a, b in pairwise(stage_of)):
+    if not is_ascending(stage_of):
         yield from (e for e in problem.cost.edges if {stage_of[c] for c in e.consumers} != {stage_of[e.producer]})
         return
     crossing, begin = intervals_of(problem).crossing, 0
@@ -205,12 +212,12 @@ class WorkingSets:
 
     def num_bytes(self, begin: int, end: int) -> int:
         """Working set of the groups ``begin`` … ``end`` − 1."""
-        before, arrived, after = self.pending_before(end)
+        before, arrived, after = self.pending_before(begin, end)
         saved, inside = self.saved[:, begin], slice(begin, end)
-        left = after[begin]
+        left = after[0]
         packed = self.flattened[end, begin] + (0.0 if self.problem.has_buckets else left)
-        running = (self.transient[inside] + before[inside] + saved[begin + 1 : end + 1]).max()
-        most = max(running, (arrived[inside] + saved[inside]).max(), left, packed) - saved[end]
+        running = (self.transient[inside] + before + saved[begin + 1 : end + 1]).max()
+        most = max(running, (arrived + saved[inside]).max(), left, packed) - saved[end]
         return int(max(self.floor[end, begin], most))
 
     @cached_property
@@ -219,7 +226,7 @@ class WorkingSets:
         found, size = np.array(self.floor), len(self.transient)
         outside = np.triu(np.ones((size, size), dtype=bool), 1)  # groups before the interval's first
         for end in range(1, size + 1):
-            before, arrived, after = self.pending_before(end)
+            before, arrived, after = self.pending_before(0, end)
             running = (self.transient[:end] + before)[:, None] + self.saved[1 : end + 1, :end]
             most = np.maximum(running, arrived[:, None] + self.saved[:end, :end])
             most[outside[:end, :end]] = -np.inf
@@ -228,16 +235,27 @@ class WorkingSets:
             found[end, :end] = np.maximum(found[end, :end], most)
         return found
 
-    def pending_before(self, end: int) -> tuple[Vector, Vector, Vector]:
-        """Pending gradients of a backward that begins with the group before ``end``, by group; see
-        `PendingGradients`."""
-        if end not in self.pending:
-            arriving: list[list[ResidentTensor]] = [[] for _ in range(end)]
-            for weight in self.problem.cost.weights:
-                inside = [g for g in weight.groups if g < end] if weight.gradient_bytes else []
-                if inside:
-                    arriving[end - 1 - inside[-1]].append(weight)
+    def pending_before(self, begin: int, end: int) -> tuple[Vector, Vector, Vector]:
+        """Pending gradients of a backward of the groups ``end`` − 1 … ``begin``, by group; see `PendingGradients`.
+
+        A backward to an earlier group begins with them, so the longest one that was asked for is kept.
+        """
+        if end not in self.pending or len(self.pending[end][0]) < end - begin:
+            first = max(0, 2 * begin - end)
+            arriving = [[w for w, later in self.completed_by[g] if later >= end] for g in reversed(range(first, end))]
             found = pending_gradients(self.problem, arriving)
             before, arrived, after = (np.array(x[::-1], float) for x in (found.before, found.arrived, found.after))
             self.pending[end] = before, np.where(arrived > 0, arrived, -np.inf), after
-        return self.pending[end]
+        before, arrived, after = self.pending[end]
+        return before[begin - end :], arrived[begin - end :], after[begin - end :]
+
+    @cached_property
+    def completed_by(self) -> list[list[tuple[ResidentTensor, int]]]:
+        """Weights with gradients of each group, and the next later group that reads each, or the number of groups."""
+        size = len(self.problem.cost.groups)
+        found: list[list[tuple[ResidentTensor, int]]] = [[] for _ in range(size)]
+        for weight in self.problem.cost.weights:
+            if weight.gradient_bytes:
+                for group, later in pairwise((*sorted(weight.groups), size)):
+                    found[group].append((weight, later))
+        return found

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
+import numpy as np
+
+from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan_parts import Balance
-from autopar.solve.cuts.dynamic_programme import contiguous_cuts
-from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
+from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
+from autopar.solve.cuts.evaluate import fullest_bytes, own_peak_costs
+from autopar.solve.cuts.intervals import intervals_of
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.result.make_plan import Setting, step_time_of
 
@@ -33,9 +37,9 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
     starts = [cuts_of(units) for units in (*known, *others) if units is not None]
     tried: dict[tuple[int, ...], float] = {}
 
-    def seconds(cuts: tuple[int, ...]) -> float:
+    def seconds(cuts: tuple[int, ...], ceiling: float = float("inf")) -> float:
         if cuts not in tried:
-            tried[cuts] = step_seconds(setting, problem, cuts)
+            tried[cuts] = step_seconds(setting, problem, cuts, ceiling)
         return tried[cuts]
 
     best = min(starts, key=seconds)
@@ -44,7 +48,7 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
     while improved and len(tried) < trials:
         improved = False
         for cuts in neighbours(best):
-            if len(tried) < trials and seconds(cuts) < seconds(best):
+            if len(tried) < trials and seconds(cuts, tried[best]) < tried[best]:
                 best, improved = cuts, True
                 break
     return stages_of(best, len(known[0]))
@@ -59,18 +63,38 @@ def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                     yield (*cuts[:i], *(cut + by for cut in cuts[i : i + length]), *cuts[i + length :])
 
 
-def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -> float:
-    """Seconds of the simulated step; infinite if a stage is empty, a pin violated, or a rank too full."""
+def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], ceiling: float) -> float:
+    """Seconds of the simulated step; infinite if a stage is empty, a pin violated, a rank too full, or the step is
+    proven to be no shorter than the ceiling."""
     edges = (0, *cuts, problem.cost.loss)  # what follows the loss is on the last stage
     if any(low >= high for low, high in pairwise(edges)):
         return float("inf")
     units = stages_of(cuts, len(problem.cost.groups))
     if any(units[group] != stage for group, stage in problem.pins.items()):
         return float("inf")
-    costs = stage_costs(problem, units)
+    if floor_seconds(setting, problem, edges) * (1 - ROUNDING) >= ceiling:
+        return float("inf")
+    costs = own_peak_costs(problem, units)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
     return step_time_of(setting, problem, units, costs).seconds
+
+
+def floor_seconds(setting: Setting, problem: CutProblem, edges: tuple[int, ...]) -> float:
+    """Lower bound of the simulated step: the rank that is busy longest, the forwards before its first one and the
+    backwards after its last one, and an even share of the update.
+
+    Args:
+        edges: first unit of each stage, and the loss.
+    """
+    costs, size = intervals_of(problem), len(problem.cost.groups)
+    at = np.array([*edges[1:-1], size]), np.array(edges[:-1])
+    forward, backward = costs.forward_seconds[at], costs.backward_seconds[at]
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    busy = sum(sizes) * (forward + backward).reshape(problem.chunks, problem.pp).sum(axis=0)
+    busy[1:] += (sizes[0] * forward + sizes[-1] * backward)[: problem.pp - 1].cumsum()
+    update = sum(weight.optimizer_seconds + weight.contention_seconds for weight in problem.cost.weights)
+    return float(busy.max()) + update / problem.pp
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
@@ -80,4 +104,4 @@ def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
 
 def stages_of(cuts: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The stage of each of so many units; inverse of `cuts_of`."""
-    return tuple(s for s, (low, high) in enumerate(pairwise((0, *cuts, size))) for _ in range(low, high))
+    return tuple(chain.from_iterable(repeat(s, high - low) for s, (low, high) in enumerate(pairwise((0, *cuts, size)))))

@@ -56,9 +56,7 @@ def merge(problem: CutProblem, order: Order = "traced") -> Merged:
     """
     cost = problem.cost
     key = ("merged", order, *sorted(problem.pins.items()))
-    if key not in cost.derived:
-        cost.derived[key] = merged_costs(cost, order, problem.pins)
-    merged, unit_of = cost.derived[key]
+    merged, unit_of = cost.remember(key, lambda: merged_costs(cost, order, problem.pins))
     pins: dict[int, int] = {}
     by: dict[int, int] = {}
     for g, s in sorted(problem.pins.items()):
@@ -88,6 +86,8 @@ def merged_costs(cost: CostGraph, order: Order, pins: Mapping[int, int]) -> tupl
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
     )
+    if len(units) == len(cost.groups):  # equal but for activations, of which nothing that is derived depends
+        object.__setattr__(merged, "derived", cost.derived)
     return merged, tuple(unit_of)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -117,10 +117,16 @@ class CutProblem:
     reduce_dtype: ReduceDtype = "float32"
 
     @cached_property
+    def interval_key(self) -> tuple[Hashable, ...]:
+        """What costs of intervals depend on besides the cost graph; see `intervals.intervals_of`."""
+        return self.has_buckets, self.gradients_come, self.microbatches > 1, self.kept_received
+
+    @cached_property
     def stage_costs(self) -> dict[tuple[int, int, int, int], Any]:
         """Costs of intervals that were asked for, by stage, first group, end and buffers; see
-        `evaluate.interval_costs`."""
-        return {}
+        `evaluate.interval_costs`. Problems that differ in nothing that these depend on share them."""
+        own = self.interval_key, self.boundary, self.in_flight, self.balance, self.recompute == "all"
+        return self.cost.remember(("stage costs", *own), dict)
 
     @cached_property
     def hops(self) -> dict[tuple[int, int], Link]:
@@ -181,6 +187,10 @@ class CutProblem:
     @cached_property
     def bucket_sizes(self) -> list[int]:
         """Bytes of each bucket of gradients, if one rank held the whole model."""
+        owners = self.dp if self.zero else 1
+        return self.cost.remember(("bucket sizes", owners), lambda: self._bucket_sizes(owners))
+
+    def _bucket_sizes(self, owners: int) -> list[int]:
         stored, size = "float32", DTYPE_BYTES["float32"]
         weights = [
             Weight(w.name, "parameter", (w.gradient_bytes // size,), "bfloat16" if w.copy_bytes else stored,
@@ -188,7 +198,7 @@ class CutProblem:
             for w in self.cost.weights
             if w.gradient_bytes
         ]  # fmt: skip
-        return bucket_sizes(weights, self.dp if self.zero else 1)
+        return bucket_sizes(weights, owners)
 
     @cached_property
     def exchanged_bytes(self) -> int:

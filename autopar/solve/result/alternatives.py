@@ -9,6 +9,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import Alternative, Balance, zero_text
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.cuts.merge import merge
 from autopar.solve.result.make_plan import Decision, Setting, step_time
 from autopar.solve.result.reasons import parts, why_slower
 from autopar.solve.space.candidates import (
@@ -98,9 +99,12 @@ def alike(point: Point, pipeline: Pipeline) -> bool:
 def other_pipelines(
     setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """Alternatives with other schedules: the fastest for each number of stages a rank; fastest first."""
+    """Alternatives with other schedules: the fastest for each number of stages a rank, as far as the model has so many
+    pieces; fastest first."""
     fastest: dict[int, Candidate] = {}
     for candidate in looked_up(setting, bounds, by_mesh, points_with_other_schedules(setting, point_of(decision))):
+        if candidate.problem.stages > merge(candidate.problem).problem.cost.loss:
+            continue
         known = fastest.setdefault(candidate.problem.chunks, candidate)
         if candidate.seconds < known.seconds:
             fastest[candidate.problem.chunks] = candidate

@@ -23,7 +23,7 @@ from autopar.ir.plan_parts import (
     ZeroStage,
 )
 from autopar.schedule.simulate import scheduled_seconds
-from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
+from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, own_peak_costs, rank_costs, stage_costs
 from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
@@ -205,7 +205,7 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 
     The pipeline is simulated with the stages' own times and the batch's own microbatches; every replica's is alike.
     """
-    return step_time_of(setting, problem, stage_of, stage_costs(problem, stage_of))
+    return step_time_of(setting, problem, stage_of, own_peak_costs(problem, stage_of))
 
 
 def step_time_of(

@@ -60,7 +60,11 @@ class ShardingCost:
 
 
 def value_edges(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
-    """Values that one group produces and others read, in the order of their production."""
+    """Values that one group produces and others read, in the order of their production; made once for a graph."""
+    return graph.remember("value edges", lambda: _value_edges(graph))
+
+
+def _value_edges(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
     consumers: dict[str, list[Consumer]] = {}
     for number, group in enumerate(graph.groups):
         for position, value in enumerate(group.reads):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pulp
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import StrategyGraph
+from autopar.ir.strategies import ReshardingCost, StrategyGraph
 from autopar.solve.shardings.cost import ObjectiveWeights, resharding_cost, value_edges
 from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, linearize_product, new_strategy_vars
 
@@ -33,6 +33,9 @@ class Edge:
     prices: Mapping[tuple[Layout, Layout], float]
 
 
+Conversions = Mapping[tuple[KindLayouts, tuple[KindLayouts, ...]], Mapping[tuple[Layout, Layout], list[ReshardingCost]]]
+
+
 @dataclass(frozen=True)
 class ShardingProgram:
     """The program and its decision variables; its objective counts in ``seconds``, so that it is near one."""
@@ -54,16 +57,23 @@ def layout_pairs(producer: KindLayouts, reader: KindLayouts) -> dict[tuple[Layou
 
 def edges(graph: StrategyGraph, prices: ObjectiveWeights) -> tuple[Edge, ...]:
     """The values of the model, those at the same place of a repeated block collapsed into one."""
-    found: dict[tuple[KindLayouts, tuple[KindLayouts, ...]], dict[tuple[Layout, Layout], float]] = {}
+    found: Conversions = graph.remember("conversions", lambda: conversions(graph))
+    return tuple(
+        Edge(*ends, {pair: price for pair, costs in paid.items() if (price := sum(map(prices.of_resharding, costs)))})
+        for ends, paid in found.items()
+    )
+
+
+def conversions(graph: StrategyGraph) -> Conversions:
+    """Producer and readers of each edge, and for each pair of layouts the resharding costs of its values."""
+    found: dict[tuple[KindLayouts, tuple[KindLayouts, ...]], dict[tuple[Layout, Layout], list[ReshardingCost]]] = {}
     for wire in value_edges(graph):
         producer = KindLayouts(graph.groups[wire.producer].kind, wire.layouts)
         readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.layouts) for r in wire.consumers))
         paid = found.setdefault((producer, readers), {})
         for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
-            once = prices.of_resharding(resharding_cost(graph, wire.value, made, read))
-            if once:
-                paid[made, read] = paid.get((made, read), 0.0) + once
-    return tuple(Edge(*ends, paid) for ends, paid in found.items())
+            paid.setdefault((made, read), []).append(resharding_cost(graph, wire.value, made, read))
+    return found
 
 
 def sharding_program(graph: StrategyGraph, prices: ObjectiveWeights) -> ShardingProgram:

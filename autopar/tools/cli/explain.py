@@ -16,7 +16,7 @@ def explain(
     why_not: Annotated[
         list[str] | None,
         typer.Option(
-            help="Plan again under constraints, such as tp=4 or pp=2,schedule=auto, and compare the steps; "
+            help="Plan again under constraints, such as tp=4 or pp=2,schedule=1f1b, and compare the steps; "
             "may be repeated.",
             metavar="NAME=VALUE[,...]",
         ),

@@ -99,7 +99,7 @@ class PlanFlags:
     schedule: Annotated[
         str | None,
         Option(
-            help="Pipeline schedule: 1f1b (default), interleaved, interleaved-overlap, gpipe, or auto (the fastest).",
+            help="Pipeline schedule: 1f1b, interleaved, interleaved-overlap, gpipe, or auto (default: the fastest).",
             metavar="NAME",
         ),
     ] = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import fields
 from functools import partial
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+from support.effort import only
 from support.handmade import plan_by_hand
 from torch import nn
 
@@ -36,7 +37,7 @@ from autopar.trace.trace import trace
         ({"zero": True}, "zero=True is no ZeRO stage"),
         ({"zero": 3}, "zero=3 is no ZeRO stage"),
         ({"zero1": True}, r"Unknown argument 'zero1'\. Did you mean zero\?"),
-        ({"chunks": 2}, "under which each rank has one. Use schedule='interleaved', 'interleaved-overlap' or 'auto'"),
+        ({"schedule": "1f1b", "chunks": 2}, "Use schedule='interleaved', 'interleaved-overlap' or 'auto'"),
         ({"recompute": "some"}, "recompute='some' is unknown. It is one of none, all, auto"),
         ({"reduce_dtype": "float16"}, "reduce_dtype='float16' is unknown. It is one of float32, bfloat16"),
         ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe, interleaved, interleaved-overlap, auto"),
@@ -52,6 +53,29 @@ def test_impossible_options(given: dict, message: str) -> None:
 def test_the_mesh_is_left_to_the_planner() -> None:
     assert (Options().pp, Options().tp, Options().dp, Options().zero) == (None,) * 4
     assert Options.of({"tp": 2, "dp": 4, "zero": 0}) == Options(tp=2, dp=4, zero=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    only(
+        [("vit_tiny_patch16_224", {"pp": 4})],
+        [
+            ("vit_tiny_patch16_224", {"pp": 4}),
+            ("vit_small_patch16_224", {"memory": "300MiB"}),
+            ("resnet18", {"pp": 4}),
+            ("convnext_atto", {"pp": 2, "tp": 2}),
+        ],
+    ),
+    ids=str,
+)
+def test_the_default_schedule_is_no_slower_than_1f1b(name: str, asked: dict[str, Any]) -> None:
+    asked = asked | {"batch_size": 64, "hardware": "rtx4090-pcie"}
+    chosen, single = autopar.plan(name, 4, **asked), autopar.plan(name, 4, **asked, schedule="1f1b")
+    assert chosen.prediction.step_seconds <= single.prediction.step_seconds * (1 + 1e-9)
+    limit = parse_bytes(asked.get("memory", "24GiB"))
+    assert max(chosen.prediction.peak_bytes) <= limit
+    # Batch norm has at least 8 samples.
+    assert name != "resnet18" or chosen.microbatch_size >= 8
 
 
 def test_a_save_may_take_longer_than_a_step() -> None:

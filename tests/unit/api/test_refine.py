@@ -125,7 +125,7 @@ def questions(draw: st.DrawFn, microbatches: st.SearchStrategy[int]) -> tuple[Co
     stages, m = draw(st.integers(1, min(3, real))), draw(microbatches)
     pins = {draw(st.integers(0, real - 1)): draw(st.integers(0, stages - 1))} if draw(st.integers(0, 3)) == 0 else {}
     names = {choices.groups[g].name: s for g, s in pins.items()}
-    asked = Constraints(RANKS * stages, batch=m, pp=stages, tp=RANKS, dp=1, microbatches=m, pins=names)
+    asked = Constraints(RANKS * stages, batch=m, pp=stages, tp=RANKS, dp=1, microbatches=m, pins=names, schedule="1f1b")
     return asked, question(choices, asked, pins)
 
 
@@ -163,7 +163,7 @@ def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, Jo
 def test_a_model_too_large_for_the_joint_model_is_bounded_by_its_shardings() -> None:
     choices = vit_strategies(60)
     for stages, method in ((1, "shardings"), (8, "shardings then cuts")):
-        asked = Constraints(RANKS * stages, batch=32, pp=stages, tp=RANKS, dp=1, microbatches=32)
+        asked = Constraints(RANKS * stages, batch=32, pp=stages, tp=RANKS, dp=1, microbatches=32, schedule="1f1b")
         fast = replace(MACHINE, link=Link(1e-6, 1e12))
         graph = graph_of(choices)
         costs = ChoicePrices(choices, graph, fast)

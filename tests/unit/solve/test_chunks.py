@@ -73,7 +73,7 @@ def groups_of(plan: Plan, graph: Graph) -> list[int]:
 
 
 def test_what_is_considered() -> None:
-    asked = Constraints(devices=4, batch=8)
+    asked = Constraints(devices=4, batch=8, schedule="1f1b")
     two, one = Mesh(2), Mesh(1, 1, 2)
     assert allowed_pipelines(asked, two) == (Pipeline("1f1b", 1),)
     assert allowed_pipelines(replace(asked, schedule="gpipe"), two) == (Pipeline("gpipe", 1),)
@@ -366,7 +366,11 @@ def test_with_tensor_parallelism_and_replicas() -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({"chunks": 2}, UsageError, "chunks=2 with schedule='1f1b', under which each rank has one."),
+        (
+            {"schedule": "1f1b", "chunks": 2},
+            UsageError,
+            "chunks=2 with schedule='1f1b', under which each rank has one.",
+        ),
         ({"schedule": "interleaved", "chunks": 0}, UsageError, "chunks=0 must be a whole number of at least 1."),
         (
             {"schedule": "interleaved", "chunks": 5},

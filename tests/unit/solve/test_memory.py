@@ -107,7 +107,7 @@ def test_what_is_received_and_saved_counts_once() -> None:
         ({"microbatches": 4}, "fp32", EMA),
         ({"microbatches": 1, "recompute": "all"}, "fp32", None),
         ({"pp": 2, "microbatches": 1}, "fp32", None),
-        ({"pp": 2, "microbatches": 4}, "bf16", EMA),
+        ({"pp": 2, "microbatches": 4, "schedule": "1f1b"}, "bf16", EMA),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from autopar.solve.space.constraints import Constraints, boundary_links
 
 
 def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:
-    plan = meshed(Constraints(devices=4, batch=32), reduce=40e-3)
+    plan = meshed(Constraints(devices=4, batch=32, schedule="1f1b"), reduce=40e-3)
     assert (str(plan.mesh), plan.microbatches) == ("pp 1 × tp 4 × dp 1", 1)
     assert listed(plan) == [
         ("pp 4 × tp 1 × dp 1, m 32", 217, "bubble 11 %"),
@@ -193,7 +193,7 @@ def test_too_many_chunks_for_every_mesh_are_what_to_change() -> None:
 
 
 def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_either_way() -> None:
-    asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory=10 * GIB)
+    asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory=10 * GIB, schedule="1f1b")
     solver = SolverInfo("HiGHS", "optimal", 0.0, 1.0, method="joint")
 
     def scaled(factor: float, saved_bytes: int = 0) -> Refine:

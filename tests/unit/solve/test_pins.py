@@ -23,7 +23,8 @@ from autopar.solve.space.constraints import Constraints
 )
 def test_pins_by_module_and_operation(pins: Mapping[str, int], lengths: list[int]) -> None:
     graph = blocks(4)
-    stage_of = plan_for(graph, Constraints(devices=2, batch=8, microbatches=8, pins=pins)).stage_of(graph)
+    asked = Constraints(devices=2, batch=8, microbatches=8, pins=pins, schedule="1f1b")
+    stage_of = plan_for(graph, asked).stage_of(graph)
     assert [list(stage_of.values()).count(s) for s in (0, 1)] == lengths
 
 

@@ -106,7 +106,7 @@ def test_microbatches_are_those_of_torch_chunk(batch: int, microbatches: int) ->
 
 
 def test_the_number_of_microbatches_is_chosen_and_the_others_are_listed() -> None:
-    asked = Constraints(devices=4, batch=24, memory=30 * GIB)
+    asked = Constraints(devices=4, batch=24, memory=30 * GIB, schedule="1f1b")
     plan = plan_for(blocks(4), asked, saved=1.0, weight=1.0)
     assert plan.microbatches == 24
     assert listed(plan) == [("12 microbatches", 184, "bubble 21 %"), ("one device", 584, "")]
@@ -123,7 +123,7 @@ def test_ragged_microbatches_are_simulated_at_their_own_size() -> None:
 
 def test_the_prediction_is_the_simulated_step_and_the_slowest_optimizer() -> None:
     free = replace(MACHINE, link=Link(0.0, 1e15))
-    plan = plan_for(blocks(2), Constraints(devices=2, batch=12, microbatches=4), free)
+    plan = plan_for(blocks(2), Constraints(devices=2, batch=12, microbatches=4, schedule="1f1b"), free)
     assert plan.prediction.step_seconds == pytest.approx(one_f_one_b_seconds([18e-3, 18e-3], 4) + 2e-3)
     assert plan.prediction.samples_per_second == pytest.approx(12 / 92e-3)
     assert plan.prediction.bubble_fraction == pytest.approx(1 / 5)
@@ -163,7 +163,7 @@ def test_gpipe_keeps_every_microbatch() -> None:
 
 
 def test_contiguous_cuts_stand_in_for_a_program_too_large_to_solve(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Constraints(devices=3, batch=8, microbatches=8)
+    asked = Constraints(devices=3, batch=8, microbatches=8, schedule="1f1b")
     solved = plan_for(blocks(4), asked)
     monkeypatch.setattr("autopar.solve.cuts.solve.MAX_OPEN", 0)
     monkeypatch.setattr("autopar.solve.cuts.solve.slowest_limit", lambda problem, value: float("inf"))
@@ -183,7 +183,7 @@ def test_no_other_cuts_simulate_faster(times: tuple[float, ...], microbatches: i
     groups = [[i] for i in range(6)]
 
     def step_of(pins: Mapping[str, int]) -> Plan:
-        asked = Constraints(devices=3, batch=microbatches, microbatches=microbatches, pins=pins)
+        asked = Constraints(devices=3, batch=microbatches, microbatches=microbatches, pins=pins, schedule="1f1b")
         return pipeline(lambda b: priced(graph, groups, times, b), graph, hardware, asked)
 
     plan = step_of({})
@@ -215,9 +215,9 @@ def test_weights_that_do_not_fit_say_how_many_devices_would_do() -> None:
         "blocks.0). The smallest memory that holds these 2 stages is 57.7 GiB per device. Use more devices, or devices "
         'with memory="58GiB" (--memory 58GiB). With 4 devices it fits.'
     )
-    assert len(plan_for(blocks(8), Constraints(devices=4, batch=8, microbatches=8, memory=40 * GIB),
+    assert len(plan_for(blocks(8), Constraints(devices=4, batch=8, microbatches=8, memory=40 * GIB, schedule="1f1b"),
                         weight=6.0, saved=0.5).stages) == 4  # fmt: skip
-    assert len(plan_for(blocks(8), Constraints(devices=2, batch=8, microbatches=8, memory=58 * GIB),
+    assert len(plan_for(blocks(8), Constraints(devices=2, batch=8, microbatches=8, memory=58 * GIB, schedule="1f1b"),
                         weight=6.0, saved=0.5).stages) == 2  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_other_balances_are_alternatives() -> None:
     def cost_at(batch: int) -> CostGraph:
         return priced(graph, [[i] for i in range(8)], times, batch)
 
-    asked = Constraints(devices=2, batch=8, microbatches=8)
+    asked = Constraints(devices=2, batch=8, microbatches=8, schedule="1f1b")
     plan = pipeline(cost_at, graph, MACHINE, asked)
     assert [s.last for s in plan.stages] == ["blocks.0.attn.linear", "blocks.3.mlp.linear"]
     times_of = {a.label: a.step_seconds for a in plan.alternatives}

@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 @functools.cache
 def plan_of(name: str) -> Plan:
     """A plan of the planner's."""
-    options = {"batch_size": 16, "hardware": "a100-nvlink", **CASES[name]}
+    options = {"batch_size": 16, "hardware": "a100-nvlink", "schedule": "1f1b", **CASES[name]}
     torch.manual_seed(0)
     model = UNet() if name == "skips" else tiny_vit(depth=6)
     if name == "skips":
