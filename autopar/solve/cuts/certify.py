@@ -31,14 +31,17 @@ from autopar.solve.result.make_plan import Setting, step_time_of
 
 # Solutions that are tried one after the other, each with the rows that the last one violates.
 MAX_RELAXED, MAX_WHOLE = 60, 30
+# Rounds in which the bound of a relaxation has to rise by half of the gap.
+PATIENCE = 5
 # Relative excess from which a row counts as violated.
 CLOSE = 1e-6
 # Windows are narrowed again where that left no more than this share of them, of so many stages at most: two programs
 # per stage.
 SHRUNK, MAX_NARROWED = 0.7, 16
 ROUNDING = 1e-6
-# Binaries of the largest program; an even share of the work bounds larger ones.
-MAX_BINARIES = 20_000
+# Binaries of the largest program that is relaxed, and solved whole. An even share of the work bounds larger ones. With
+# 24 stages of 143 candidates each the whole program proves nothing in 10 s that its relaxation does not.
+MAX_RELAXED_BINARIES, MAX_BINARIES = 20_000, 1500
 
 
 def cuts_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
@@ -88,7 +91,8 @@ def certify(
     while windows is not None and search.relax(windows):
         narrower = search.narrow(windows)
         if narrower is not None and width(narrower) >= SHRUNK * width(windows):
-            search.solve()
+            if width(narrower) <= MAX_BINARIES:
+                search.solve()
             return found
         windows = narrower
     if windows is None:
@@ -123,10 +127,9 @@ class Search:
             for s in stages:
                 self.keep("pipeline", {(s, Quantity.LOAD): 1.0})
         else:
-            for one in stages:  # the path through all microbatches of each stage
-                seconds = [1.0 + problem.stages * (s == one) for s in stages]
+            for position in range(problem.pp):  # the path through all actions of each rank
+                seconds = [1.0 + problem.stages * (s % problem.pp == position) for s in stages]
                 self.keep("pipeline", self.path(seconds, seconds, {}))
-            for position in range(problem.pp):
                 self.keep("tail", self.tail(position))
         if problem.may_recompute and problem.chunks == 1:
             for s in stages:
@@ -275,17 +278,20 @@ class Search:
 
     def relax(self, windows: Windows) -> bool:
         """Add rows while the relaxation's solution violates any; whether better cuts may be left, and time."""
-        if width(windows) > MAX_BINARIES or self.left_seconds <= 0:
+        if width(windows) > MAX_RELAXED_BINARIES or self.left_seconds <= 0:
             return False
         if not self.start(windows):
             self.prove(float("inf"))
             return False
+        bounds: list[float] = []
         for _ in range(MAX_RELAXED):
             outcome = self.program.solve(False, self.solver, 0.0, max(1.0, self.left_seconds))
             self.prove(float("inf") if outcome.infeasible else outcome.bound * self.unit)
             if self.closed or not outcome.found or self.left_seconds <= 0:
                 return False
-            if not self.add_violated(self.program.solved_amounts()):
+            bounds.append(outcome.bound)
+            stalls = len(bounds) > PATIENCE and bounds[-1] <= (1 + self.problem.gap / 2) * bounds[-1 - PATIENCE]
+            if stalls or not self.add_violated(self.program.solved_amounts()):
                 break
         return True
 

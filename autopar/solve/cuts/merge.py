@@ -78,6 +78,8 @@ def merged_costs(cost: CostGraph, order: Order, pins: Mapping[int, int]) -> tupl
     for u, members in enumerate(units):
         for g in members:
             unit_of[g] = u
+    if unit_of == [*range(len(cost.groups))]:
+        return cost, tuple(unit_of)
     merged = CostGraph(
         model=cost.model,
         batch=cost.batch,
@@ -86,8 +88,6 @@ def merged_costs(cost: CostGraph, order: Order, pins: Mapping[int, int]) -> tupl
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
     )
-    if len(units) == len(cost.groups):  # equal but for activations, of which nothing that is derived depends
-        object.__setattr__(merged, "derived", cost.derived)
     return merged, tuple(unit_of)
 
 

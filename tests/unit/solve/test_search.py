@@ -20,7 +20,6 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.hardware import Link
 from autopar.ir.microbatches import microbatch_factors, microbatch_size, microbatch_sizes
 from autopar.ir.plan import Plan
-from autopar.ir.table import plan_text
 from autopar.schedule.simulate import one_f_one_b_seconds
 from autopar.solve.result.make_plan import op_ranges
 from autopar.solve.space.constraints import Constraints
@@ -174,11 +173,10 @@ def test_contiguous_cuts_stand_in_for_a_program_too_large_to_solve(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("times", "microbatches", "shorter"),
-    [((4, 1, 3, 2, 3, 5), 3, 15), ((4, 5, 3, 1, 5, 1), 2, 4), ((4, 4, 4, 4, 4, 4), 6, 0)],
+    ("times", "microbatches"), [((4, 1, 3, 2, 3, 5), 3), ((4, 5, 3, 1, 5, 1), 2), ((4, 4, 4, 4, 4, 4), 6)]
 )
-def test_no_other_cuts_simulate_faster(times: tuple[float, ...], microbatches: int, shorter: int) -> None:
-    """All cuts by pins, against those of the integer program moved by simulation; by hand: milliseconds of 1F1B."""
+def test_no_other_cuts_simulate_faster(times: tuple[float, ...], microbatches: int) -> None:
+    """All cuts by pins, against those of the integer program."""
     graph, hardware = blocks(3), replace(MACHINE, link=Link(0.0, 1e15))
     groups = [[i] for i in range(6)]
 
@@ -192,9 +190,7 @@ def test_no_other_cuts_simulate_faster(times: tuple[float, ...], microbatches: i
     ]
     fastest = min(p.prediction.step_seconds for p in pinned)
     assert plan.prediction.step_seconds == pytest.approx(fastest)
-    certified = plan.prediction.step_seconds / (1 - plan.solver.moved_share)
-    assert round((certified - fastest) * 1e3) == shorter and plan.solver.gap < 1e-3
-    assert "then cuts moved" in plan_text(plan, 160) if shorter else not plan.solver.moved_share
+    assert plan.solver.status == "optimal" and plan.solver.gap <= 1e-3
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------------
