@@ -188,9 +188,9 @@ class SolverInfo:
     """Record of the search that found the plan.
 
     Args:
-        gap: certified: (found − bound) / found of the solver's own model.
-        method: what was solved for: cuts alone, shardings and then cuts, or both together.
-        moved_share: part of the simulated step that local search saved by moving cuts afterwards.
+        gap: (step − bound) / step of the simulated step, with the bound of all contiguous cuts in the orders that were
+            searched and, where tensors are sharded, of all shardings; of the largest load for other balances.
+        method: what was solved for: cuts alone, or shardings and then cuts.
     """
 
     name: str
@@ -199,7 +199,6 @@ class SolverInfo:
     seconds: float
     balance: Balance = "time"
     method: str = "cuts"
-    moved_share: float = 0.0
 
 
 @with_config(STRICT)

@@ -115,7 +115,7 @@ def stage_table(plan: PlanView, width: int) -> Table:
 
 def footer(plan: PlanView) -> Table:
     """Rows about the prediction, its bound, the solver and the exceptions."""
-    prediction, solver = plan.prediction, plan.solver
+    prediction = plan.prediction
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
@@ -129,20 +129,25 @@ def footer(plan: PlanView) -> Table:
         )
     if plan.bound_by:
         rows.append(("bound by", plan.bound_by))
-    rows.append(
-        (
-            "solver",
-            f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s, "
-            + (f"{solver.method}, " if plan.mesh.tp > 1 else "")
-            + f"balancing {solver.balance}"
-            + (f"; then cuts moved: {percent(solver.moved_share, 1)} shorter" if solver.moved_share else ""),
-        )
-    )
+    rows += solver_rows(plan)
     if plan.exceptions:
         listed = ", ".join(f"{name} on {stage}" for name, stage in list(plan.exceptions.items())[:3])
         more = f", {len(plan.exceptions) - 3} more" if len(plan.exceptions) > 3 else ""
         rows.append(("exceptions", f"{plural(len(plan.exceptions), 'operation')} outside their range: {listed}{more}"))
     return labelled(rows)
+
+
+def solver_rows(plan: PlanView) -> list[tuple[str, str]]:
+    """Labelled lines: what is proven of the step, over all cuts and shardings of the plan's mesh and schedule."""
+    solver, mesh = plan.solver, plan.mesh
+    if mesh.pp == mesh.tp == 1:
+        return [("solver", "nothing to cut or to shard on this mesh")]
+    done = f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s"
+    if solver.balance != "time":
+        return [("solver", f"{done}, balancing {solver.balance}")]
+    what = {(False, True): "cuts", (True, True): "shardings and cuts", (True, False): "shardings"}
+    least = text(plan.prediction.step_seconds * (1 - solver.gap), TIME)
+    return [("solver", done), ("", f"no {what[mesh.tp > 1, mesh.pp > 1]} of this mesh take less than {least}")]
 
 
 def step_parts(step_seconds: float, reduce_seconds: float, optimizer_seconds: float) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ integer program."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
@@ -17,11 +18,12 @@ from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_c
 from autopar.solve.cuts.evaluate import peak_bytes
 from autopar.solve.cuts.infeasible import memory_message
 from autopar.solve.cuts.merge import merge
-from autopar.solve.cuts.problem import Costs, CutProblem, Cuts, Priced
+from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.cuts.solve import solve_cuts
 from autopar.solve.result.alternatives import MAX_MESHES, alternatives
 from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
 from autopar.solve.result.reasons import bound_by, seconds_without_limit
+from autopar.solve.shardings.solve import least_passes
 from autopar.solve.space.candidates import (
     Candidate,
     LowerBounds,
@@ -33,7 +35,6 @@ from autopar.solve.space.candidates import (
     even_share_bytes,
     fullest_rank_bytes,
     make_cut_problem,
-    point_of,
     points_with_other_schedules,
     shardings_at,
 )
@@ -50,8 +51,16 @@ EQUAL = 1e-9
 MAX_GAIN = 1.05
 
 
-# The best sharding for a decision's mesh and microbatches, with what replicas exchange, if it is another one.
-Refine = Callable[[Decision], Priced | None]
+@dataclass(frozen=True)
+class Refined:
+    """The best sharding for a decision's mesh and microbatches, with what replicas exchange, if it is another one; and
+    a bound of the step over all shardings and cuts."""
+
+    priced: Priced | None
+    bound_seconds: float
+
+
+Refine = Callable[[Decision], Refined]
 # Called with all candidates that were evaluated, and the decision.
 Listen = Callable[[Sequence[Candidate], Decision], None]
 
@@ -329,67 +338,45 @@ def fits(problem: CutProblem) -> bool:
     return contiguous_cuts(merge(problem).problem) is not None
 
 
-def solve_final(bounds: LowerBounds, chosen: Candidate) -> tuple[Decision, SolverInfo]:
-    """The candidate with its final cuts, and what is proven of them.
+def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tuple[Decision, SolverInfo]:
+    """The candidate with its final cuts, and with the sharding of ``refine`` if its step is shorter; and what is proven
+    of them: of the cuts alone or, where tensors are sharded, of all shardings and cuts.
 
     Raises:
         UsageError, InfeasibleError: as `solve_cuts`.
     """
-    cuts = solve_cuts(bounds.setting, chosen.problem, chosen.stage_of)
-    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero, cuts.stage_of)
-    return decision, certify_sharding(bounds, decision, cuts)
-
-
-def certify_sharding(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
-    """Certificate: of the cuts alone or, with shardings, against every sharding over as many ranks.
-
-    A step of any sharding takes at least as long as one of S stages that divide its microbatch's lower bound W as they
-    please, W / (1 − (1 − 1/m)^S), or with several stages a rank an even share of all microbatches; and then an even
-    share of the optimizer's time with every weight split over all ranks.
-
-    Source: of S stages with times t, X >= m · t[s] + the t before s for every s is least where all are equal.
-    """
-    problem, solver = decision.problem, cuts.solver
+    problem, setting = chosen.problem, bounds.setting
+    cuts = solve_cuts(setting, problem, chosen.stage_of)
+    decision = Decision(problem, chosen.priced, chosen.point.zero, cuts.stage_of)
     if problem.tp == 1:
-        return solver
-    solver = replace(solver, method="shardings then cuts")
+        return decision, cuts.solver
+    refined = refine(decision) if refine is not None and problem.balance == "time" else Refined(None, 0.0)
+    # A mesh with tensor parallelism is there to use it, however small the model.
+    if refined.priced is not None and (refined.priced.strategies or not decision.priced.strategies):
+        cost = refined.priced.cost.recomputed if problem.recompute == "all" else refined.priced.cost
+        other = replace(problem, cost=cost)
+        with suppress(InfeasibleError):  # it may hold more than the decision
+            found = solve_cuts(setting, other, cuts.stage_of)
+            if found.seconds < cuts.seconds:
+                decision, cuts = Decision(other, refined.priced, decision.zero, found.stage_of), found
     if problem.balance != "time":
-        return solver
+        return decision, replace(cuts.solver, method="shardings then cuts")
+    bound = min(cuts.bound_seconds, max(refined.bound_seconds, any_sharding_seconds(bounds, decision)))
+    gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
+    closed = gap <= problem.gap + SOLVER_TOLERANCE
+    status = cuts.solver.status if closed else f"{cuts.solver.status} for the cuts"
+    return decision, replace(cuts.solver, gap=gap, status=status, method="shardings then cuts")
+
+
+def any_sharding_seconds(bounds: LowerBounds, decision: Decision) -> float:
+    """A step that no sharding over as many ranks undercuts: the fastest microbatch, and an even share of the optimizer
+    with every weight split over all ranks."""
+    problem = decision.problem
     work = bounds.proven_seconds.get((problem.tp, problem.cost.batch), 0.0)
     microbatches = bounds.setting.constraints.batch / problem.dp / problem.cost.batch
     split = {name for name, layout in decision.priced.storage.items() if layout.splits}
     update = sum(w.optimizer_seconds / (1 if w.name in split else problem.tp) for w in problem.cost.weights)
-    if problem.chunks > 1:
-        pipeline = max(microbatches / problem.pp, 1.0) * work
-    else:
-        pipeline = work / (1 - (1 - 1 / max(1.0, microbatches)) ** problem.pp)
-    bound = min(cuts.bound_seconds, pipeline + update / problem.pp)
-    gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
-    closed = gap <= problem.gap + SOLVER_TOLERANCE
-    return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
-
-
-def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tuple[Decision, SolverInfo]:
-    """The candidate with its final cuts, and with the sharding of ``refine`` if its step is shorter.
-
-    Raises:
-        UsageError, InfeasibleError: as `solve_cuts`.
-    """
-    decision, solver = solve_final(bounds, chosen)
-    problem = decision.problem
-    if refine is None or problem.tp == 1 or problem.balance != "time" or (priced := refine(decision)) is None:
-        return decision, solver
-    # A mesh with tensor parallelism is there to use it, however small the model.
-    if decision.priced.strategies and not priced.strategies:
-        return decision, solver
-    cost = priced.cost.recomputed if problem.recompute == "all" else priced.cost
-    other = Candidate(point_of(decision), replace(problem, cost=cost), priced, decision.stage_of, None)
-    try:
-        found, proven = solve_final(bounds, other)
-    except InfeasibleError:  # it holds more than the decision
-        return decision, solver
-    faster = step_seconds(bounds.setting, found) < step_seconds(bounds.setting, decision)
-    return (found, proven) if faster else (decision, solver)
+    return least_passes(microbatches, problem.pp, problem.chunks) * work + update / problem.pp
 
 
 def check_memory(decision: Decision) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from autopar.api.planning.costs import PlanCosts
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.strategies.enumerate import with_replicas
-from autopar.solve.cuts.problem import Priced
 from autopar.solve.result.make_plan import Decision
-from autopar.solve.shardings.solve import solve_shardings
+from autopar.solve.search import Refined
+from autopar.solve.shardings.solve import least_passes, lower_bound_seconds, solve_shardings
 
 
-def refine(costs: PlanCosts, decision: Decision) -> Priced | None:
-    """The best sharding for a decision's mesh and microbatches, if it is another one.
+def refine(costs: PlanCosts, decision: Decision) -> Refined:
+    """The best sharding for a decision's mesh and microbatches, if it is another one, and a bound of all.
 
     The search prices shardings without the reduction of replicas' gradients.
 
@@ -23,7 +23,10 @@ def refine(costs: PlanCosts, decision: Decision) -> Priced | None:
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
     sharing = Sharing(cuts.tp, cuts.dp, decision.zero, reduce_dtype=cuts.reduce_dtype)
     graph = with_replicas(graph, costs.graph, sharing, costs.hardware)
-    found = solve_shardings(graph, cuts.microbatches + cuts.pp - 1).strategy_index
-    if found == decision.priced.strategy_index:
-        return None
-    return costs.priced_strategies(found, cuts.tp, cuts.dp, decision.zero, decision.size)
+    passes = least_passes(cuts.microbatches, cuts.pp, cuts.chunks)
+    found = solve_shardings(graph, round(cuts.pp * passes))
+    bound = lower_bound_seconds(found, cuts.pp, passes)
+    if found.strategy_index == decision.priced.strategy_index:
+        return Refined(None, bound)
+    of = found.strategy_index, cuts.tp, cuts.dp, decision.zero, decision.size
+    return Refined(costs.priced_strategies(*of), bound)

@@ -136,21 +136,34 @@ def work_bound_seconds(graph: StrategyGraph, effort: Effort | None = None) -> fl
     return _search(graph, ObjectiveWeights(float("inf")), effort or Effort(default_solver())).bound_seconds
 
 
-def lower_bound_seconds(graph: StrategyGraph, shardings: Shardings, stages: int, microbatches: int) -> float:
-    """A step time that no pipeline of so many stages beats, whatever its cuts and its shardings of the kinds.
+def lower_bound_seconds(shardings: Shardings, pp: int, passes: float) -> float:
+    """A step time that no pipeline of so many ranks beats, whatever its cuts and its shardings of the kinds.
 
-    Closest where the shardings were solved for microbatches + stages − 1 microbatches and without a price of memory;
-    any others give a valid bound too.
+    Closest where the shardings were solved for pp · passes microbatches and without a price of memory; any others give
+    a valid bound too.
 
-    Source: let C be the seconds of all groups and conversions, D the step seconds, M = m + S − 1. The stages' times sum
-        to C or more, and the slowest takes C/S or more and as long as any group; one stage spends D/S or more once a
-        step. So (m − 1)·max t + Σ t + max D_s >= (M/S)·(C + D/M) and >= (m − 1)·longest + C + D/M. Shardings for n < M
-        microbatches bound C + D/n by W and C by W', hence C + D/M by (n/M)·W + (1 − n/M)·W'; for n >= M, by W.
+    Args:
+        passes: the pipeline takes at least that many times the seconds of one microbatch on all stages; see
+            `least_passes`.
+    Source: let C be the seconds of all groups and conversions, D the step seconds, M = passes · pp. The pipeline takes
+        passes · C or more, and one stage spends D/pp or more once a step: together passes · (C + D/M) or more.
+        Shardings for n < M microbatches bound C + D/n by W and C by W', hence C + D/M by (n/M)·W + (1 − n/M)·W'; for
+        n >= M, by W.
     """
-    cheapest = (min(choice.seconds for choice in group.strategies) for group in graph.groups)
-    share = 0.0 if shardings.memory_price else min(1.0, shardings.microbatches / (microbatches + stages - 1))
-    total = share * shardings.objective_bound_seconds + (1 - share) * shardings.bound_seconds
-    return (microbatches - 1) * max(total / stages, *cheapest) + total
+    share = 0.0 if shardings.memory_price else min(1.0, shardings.microbatches / (pp * passes))
+    return passes * (share * shardings.objective_bound_seconds + (1 - share) * shardings.bound_seconds)
+
+
+def least_passes(microbatches: float, pp: int, chunks: int) -> float:
+    """Seconds of a pipeline, at least, for each second of one microbatch on all stages.
+
+    Source: with stages of t seconds, no step is shorter than microbatches · t[s] + the t before s, for every s. The
+        largest of these is least where all are equal: t[s] = t[s − 1] · (1 − 1/microbatches). With several stages a
+        rank, a rank is busy for an even share of all microbatches, and one microbatch passes all stages.
+    """
+    if chunks > 1:
+        return max(microbatches / pp, 1.0)
+    return 1 / (1 - (1 - 1 / max(1.0, microbatches)) ** pp)
 
 
 def _priced(

@@ -1,17 +1,18 @@
-"""The joint model inside the search: the plan against brute force over choices and cuts, and its certificate."""
+"""The bound of a plan with shardings, against brute force over all shardings and cuts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import cast
 
 import pytest
-from autopar.solve.joint.problem import JointProblem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.cut_problems import contiguous
 from support.effort import examples
-from support.joint_problems import brute_force, step_seconds
 from support.strategy_graphs import RANKS, strategy_graphs, vit_strategies
 
 from autopar.api.planning.costs import PlanCosts
@@ -24,7 +25,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, ZeroStage
 from autopar.ir.strategies import StrategyGraph
-from autopar.solve.cuts.problem import Priced
+from autopar.solve.cuts.problem import CutProblem, Priced
+from autopar.solve.result.make_plan import Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.cost import resharding_cost, value_edges
 from autopar.solve.shardings.solve import solve_shardings
@@ -103,71 +105,70 @@ def planned(choices: StrategyGraph, asked: Constraints) -> tuple[Plan, Graph]:
     return search(costs, graph, MACHINE, asked, model, partial(refine, cast(PlanCosts, costs))), graph
 
 
-def question(choices: StrategyGraph, asked: Constraints, pins: dict[int, int]) -> JointProblem:
+def allowed(choices: StrategyGraph) -> Iterator[tuple[int, ...]]:
+    """Strategy indices, [groups], under which equal kinds and shared weights are sharded alike."""
+    groups = choices.groups
+    for picks in product(*(range(len(g.strategies)) for g in groups)):
+        stored: dict[str, set[str]] = {}
+        for g, k in zip(groups, picks):
+            for weight, layout in zip(g.weights, g.strategies[k].weight_layouts):
+                stored.setdefault(weight, set()).add(str(layout))
+        alike = all(i == k for g, i in zip(groups, picks) for h, k in zip(groups, picks) if g.kind == h.kind)
+        if alike and all(len(layouts) == 1 for layouts in stored.values()):
+            yield picks
+
+
+def least_seconds(costs: ChoicePrices, asked: Constraints) -> float | None:
+    """Least simulated step over all shardings and all contiguous cuts."""
     assert asked.pp and asked.microbatches
-    return JointProblem(
-        choices, asked.pp, asked.microbatches, None, (1,) * asked.pp, boundary_links(MACHINE, Mesh(asked.pp, RANKS)),
-        RANKS, pins,
-    )  # fmt: skip
-
-
-def cost_of(plan: Plan, graph: Graph, problem: JointProblem) -> float:
-    """Step time of the plan by the joint model's formula."""
-    stage_of = plan.stage_of(graph)
-    picks = (*(int(plan.strategies[op.name]) for op in graph.ops), 0)
-    return step_seconds(problem, picks, (*(stage_of[op.name] for op in graph.ops), problem.stages - 1))
+    names = [group.name for group in costs.choice_graph.groups]
+    values = []
+    for picks in allowed(costs.choice_graph):
+        problem = CutProblem(
+            costs.priced_strategies(picks, RANKS, 1, 0, 1).cost, asked.pp, asked.microbatches, None, (1,) * asked.pp,
+            boundary_links(MACHINE, Mesh(asked.pp, RANKS)), pins={names.index(n): s for n, s in asked.pins.items()},
+            tp=RANKS,
+        )  # fmt: skip
+        setting = Setting(costs.graph, MACHINE, ModelInfo("net", "", 0, ()), asked, costs)
+        values += [step_time(setting, problem, stage_of).seconds for stage_of in contiguous(problem)]
+    return min(values, default=None)
 
 
 @st.composite
-def questions(draw: st.DrawFn, microbatches: st.SearchStrategy[int]) -> tuple[Constraints, JointProblem]:
+def questions(draw: st.DrawFn) -> tuple[Constraints, StrategyGraph]:
     choices = draw(strategy_graphs())
     real = len(choices.groups) - 1
-    stages, m = draw(st.integers(1, min(3, real))), draw(microbatches)
+    stages, m = draw(st.integers(1, min(3, real))), draw(st.integers(1, 4))
     pins = {draw(st.integers(0, real - 1)): draw(st.integers(0, stages - 1))} if draw(st.integers(0, 3)) == 0 else {}
     names = {choices.groups[g].name: s for g, s in pins.items()}
-    asked = Constraints(RANKS * stages, batch=m, pp=stages, tp=RANKS, dp=1, microbatches=m, pins=names, schedule="1f1b")
-    return asked, question(choices, asked, pins)
+    return Constraints(
+        RANKS * stages, batch=m, pp=stages, tp=RANKS, dp=1, microbatches=m, pins=names, schedule="1f1b"
+    ), choices
 
 
-@given(questions(st.integers(1, 4)))
-@settings(max_examples=examples(60), deadline=None)
-def test_the_certificate_is_the_distance_from_the_optimum(
-    asked: tuple[Constraints, JointProblem],
-) -> None:
-    constraints, problem = asked
-    best = brute_force(problem)
+@given(questions())
+@settings(max_examples=examples(120), deadline=None)
+def test_no_sharding_and_no_cuts_are_below_the_bound(question: tuple[Constraints, StrategyGraph]) -> None:
+    asked, choices = question
+    best = least_seconds(ChoicePrices(choices, graph_of(choices)), asked)
     assume(best is not None)
     assert best is not None
-    plan, graph = planned(problem.graph, constraints)
-    assume(not plan.solver.moved_share)
-    cost = cost_of(plan, graph, problem)
-    assert plan.solver.method == ("joint" if problem.stages > 1 else "shardings")
-    assert plan.solver.gap == pytest.approx((cost - best) / cost, abs=1.1e-3)
-    assert (plan.solver.status == "optimal") == (plan.solver.gap < 1.01e-3)
+    plan, _ = planned(choices, asked)
+    step, solver = plan.prediction.step_seconds, plan.solver
+    assert solver.method == "shardings then cuts"
+    assert step * (1 - solver.gap) <= best * (1 + 1e-6)
+    assert (solver.status == "optimal") == (solver.gap < 1.01e-3)
+    if solver.status == "optimal":
+        assert step == pytest.approx(best, rel=1.1e-3)
 
 
-@given(questions(st.just(1)))
-@settings(max_examples=examples(60), deadline=None)
-def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, JointProblem]) -> None:
-    """With one microbatch the formula is the simulated step, but where messages overlap and cuts were moved therefore;
-    each value has one reader, so that prices are exact."""
-    constraints, problem = asked
-    assume(all(len(wire.consumers) == 1 for wire in value_edges(problem.graph)))
-    best = brute_force(problem)
-    assume(best is not None)
-    plan, graph = planned(problem.graph, constraints)
-    assume(not plan.solver.moved_share)
-    assert cost_of(plan, graph, problem) == pytest.approx(best, rel=1.1e-3)
-
-
-def test_a_model_too_large_for_the_joint_model_is_bounded_by_its_shardings() -> None:
+def test_a_vit_is_bounded_by_its_shardings() -> None:
     choices = vit_strategies(60)
-    for stages, method in ((1, "shardings"), (8, "shardings then cuts")):
+    for stages in (1, 8):
         asked = Constraints(RANKS * stages, batch=32, pp=stages, tp=RANKS, dp=1, microbatches=32, schedule="1f1b")
         fast = replace(MACHINE, link=Link(1e-6, 1e12))
         graph = graph_of(choices)
         costs = ChoicePrices(choices, graph, fast)
         model = ModelInfo("net", graph.fingerprint, 0, ())
         plan = search(costs, graph, fast, asked, model, partial(refine, cast(PlanCosts, costs)))
-        assert plan.solver.method == method
-        assert 0 <= plan.solver.gap <= (1e-3 if stages == 1 else 0.05)
+        assert 0 <= plan.solver.gap <= (1e-3 if stages == 1 else 0.12)

@@ -14,9 +14,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan
 from autopar.solve.cuts.evaluate import RankCost, StageCost
-from autopar.solve.cuts.problem import Priced
 from autopar.solve.result.make_plan import Decision
-from autopar.solve.search import Refine
+from autopar.solve.search import Refine, Refined
 from autopar.solve.space.constraints import Constraints, boundary_links
 
 
@@ -197,13 +196,14 @@ def test_another_sharding_is_taken_where_it_is_faster_and_fits() -> None:
     asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory=10 * GIB, schedule="1f1b")
 
     def scaled(factor: float, saved_bytes: int = 0) -> Refine:
-        def refine(decision: Decision) -> Priced:
+        def refine(decision: Decision) -> Refined:
             groups = tuple(
                 replace(g, forward_seconds=factor * g.forward_seconds, backward_seconds=factor * g.backward_seconds,
                         saved_bytes=saved_bytes)
                 for g in decision.priced.cost.groups
             )  # fmt: skip
-            return replace(decision.priced, cost=replace(decision.priced.cost, groups=groups))
+            priced = replace(decision.priced, cost=replace(decision.priced.cost, groups=groups))
+            return Refined(priced, 0.0)
 
         return refine
 
