@@ -6,6 +6,6 @@ In: a `PlanRequest` (model, example call, devices, options) and the machine's co
 ``costs``: `PlanCosts`, the cost of the model under each sharding, computed once and read by the search.
 ``hardware``: one cost model for all ranks, with the memory of the smallest.
 ``rank0``: under a launcher, rank 0 plans and the other ranks receive the plan.
-``refine``: cuts and shardings decided again in one integer program, with a bound that certifies the plan.
+``refine``: the sharding decided again with what replicas exchange, and a bound over all shardings.
 ``measured``: ``cost="measured"``; configurations that look best are timed until the best one has been.
 """

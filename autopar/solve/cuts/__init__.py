@@ -3,8 +3,9 @@
 Input: a `CutProblem` (a priced model, the stages to fill, their memory). Output: `Cuts`, the stage of every group
 with a proven bound.
 
-Files in reading order: `problem.py` (input and objective), `evaluate.py` with `memory.py` and `buffers.py` (exact
-cost of given cuts), `merge.py` (colocated groups become one), `dynamic_programme.py` (contiguous cuts), `ranges.py`
-and `ilp.py` (the integer program and its reduction), `solve.py` (all of them, with a certificate), `local_search.py`
-(cuts moved by the simulated step), `infeasible.py` (messages).
+Files in reading order: `problem.py` (input and objective), `intervals.py` (exact costs of all intervals of groups),
+`evaluate.py` with `memory.py` and `buffers.py` (exact cost of given cuts), `merge.py` (colocated groups become one, in
+several orders), `dynamic_programme.py` (contiguous cuts by a closed form), `local_search.py` (cuts moved by the simulated
+step), `program.py` (the integer program), `certify.py` (rows of the simulated schedule, until its bound is that of the
+step), `solve.py` (all of them), `infeasible.py` (messages).
 """

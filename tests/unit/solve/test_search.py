@@ -164,7 +164,7 @@ def test_gpipe_keeps_every_microbatch() -> None:
 def test_contiguous_cuts_stand_in_for_a_program_too_large_to_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Constraints(devices=3, batch=8, microbatches=8, schedule="1f1b")
     solved = plan_for(blocks(4), asked)
-    monkeypatch.setattr("autopar.solve.cuts.certify.MAX_RELAXED_BINARIES", 0)
+    monkeypatch.setattr("autopar.solve.cuts.certify.MAX_RELAXED", 0)
     found = plan_for(blocks(4), asked)
     assert found.prediction == solved.prediction
     assert (solved.solver.status, found.solver.status) == ("optimal", "feasible")
