@@ -16,7 +16,7 @@ OWNERS = {
     "torch.distributed": {"measure", "runtime", "tools"},
     "pulp": {"solve"},
     "highspy": {"solve"},
-    "time": {"cost", "measure", "runtime", "tools", "train"},
+    "time": {"cost", "measure", "runtime", "solve", "tools", "train"},
     "multiprocessing": {"runtime"},
     "subprocess": {"measure", "runtime", "tools"},
     "cloudpickle": {"runtime"},
