@@ -295,7 +295,7 @@ print("reached", flush=True)
     ("mode", "number", "code"),
     [
         pytest.param("sleep", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.full),  # Ctrl-C in mid-step
-        ("sleep", signal.SIGKILL, -signal.SIGKILL),
+        pytest.param("sleep", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
         ("leave", None, 0),  # the interpreter exits without close()
     ],
 )

@@ -109,7 +109,7 @@ def assert_both_ranks_agree(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_every_rank_has_the_numbers_of_one_device(tmp_path: Path) -> None:
-    assert_both_ranks_agree(torchrun(tmp_path, "own"))
+    assert_both_ranks_agree(run_on_two(tmp_path, SCRIPT, "own"))
 
 
 def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def interrupt(process: subprocess.Popen[str], log: Path, lines: int) -> str:
     return error
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_says_how_to_go_on(alone, tmp_path, monkeypatch):
     process = start(tmp_path, "train", *SHORT, "--devices", "2", "--workers", "1", "-o", "out")
     error = interrupt(process, tmp_path / "out" / "steps.jsonl", 3)
@@ -253,6 +254,7 @@ def test_overwrite_removes_the_earlier_run_and_nothing_else(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == (tmp_path / "best" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_torchrun_refuses_a_folder_on_all_ranks(alone, tmp_path):
     """The second rank sees none of the folder: as on another node with a disk of its own."""
     (tmp_path / "0").symlink_to(alone.parent)

@@ -160,6 +160,7 @@ def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, Jo
     assert cost_of(plan, graph, problem) == pytest.approx(best, rel=1.1e-3)
 
 
+@pytest.mark.full
 def test_a_model_too_large_for_the_joint_model_is_bounded_by_its_shardings() -> None:
     choices = vit_strategies(60)
     for stages, method in ((1, "shardings"), (8, "shardings then cuts")):
