@@ -274,6 +274,7 @@ def test_what_is_refused_before_it_runs_changes_nothing() -> None:
 SCRIPT = """
 import sys, time, torch, autopar
 from torch import nn
+from support import traces; traces.share()
 
 mode = sys.argv[1]
 model, x, y = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(6, 8), torch.randint(0, 4, (6,))

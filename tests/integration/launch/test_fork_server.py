@@ -233,6 +233,7 @@ SCRIPT = """
 import os, signal, sys, time, torch, autopar
 from torch import nn
 from autopar.runtime.launch.fork_server import fork_server, worker_environment
+from support import traces; traces.share()
 
 mode, x, y = sys.argv[1], torch.randn(6, 8), torch.randint(0, 4, (6,))
 

@@ -397,7 +397,8 @@ print(f"rank {os.environ['RANK']} agrees", flush=True)
 OTHERS = ",".join([name for name in (*MODES, *SETTINGS) if name != "autocast"])
 
 
-@pytest.mark.parametrize("names", ["autocast", pytest.param(OTHERS, marks=pytest.mark.full, id="others")])
+@pytest.mark.full
+@pytest.mark.parametrize("names", ["autocast", pytest.param(OTHERS, id="others")])
 def test_modes_of_the_caller_do_not_reach_its_rank(tmp_path: Path, names: str) -> None:
     torch.save(results(1, torch.enable_grad, "everything"), tmp_path / "one.pt")
     assert_both_ranks_agree(run_on_two(tmp_path, CALLER_MODES, names))

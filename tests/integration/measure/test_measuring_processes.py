@@ -38,6 +38,7 @@ def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.Monk
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == files
 
 
+@pytest.mark.full
 def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker:run")
     with pytest.raises(

@@ -29,6 +29,7 @@ def test_equals_one_device(pp: int, tp: int, dp: int) -> None:
     assert parity.rows[0].bitwise or tp == 2, parity.rows  # partial sums are rounded on each rank
 
 
+@pytest.mark.full
 def test_batch_norm_stays_in_float32() -> None:
     torch.manual_seed(0)
     model, x = resnet18(), torch.randn(8, 3, 32, 32)

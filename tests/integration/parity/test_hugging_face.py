@@ -61,6 +61,7 @@ def test_tensor_and_pipeline_parallelism(attention: str, tmp_path: Path) -> None
         assert_close(output["logits"], reference.model.eval()(x).logits.detach(), "logits")
 
 
+@pytest.mark.full
 def test_the_loss_inside_the_model_and_hidden_states() -> None:
     """Labels as an input, and an output with a number, a tensor and a tuple of tensors."""
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def test_losses_are_those_of_one_device(
     assert split >= {"attn", "drop1", "drop2"} if mesh[1] == 2 else not split
 
 
+@pytest.mark.full
 def test_losses_of_two_replicas_under_torchrun(one_device: list[float]) -> None:
     done = run_ranks(2, SCRIPTS / "random_parity.py")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -188,6 +188,7 @@ def test_another_run_is_refused_before_anything_is_planned(alone, tmp_path, monk
     assert (code, "cut is damaged: in data-" in error) == (2, True), error
 
 
+@pytest.mark.full
 def test_a_finished_run_gets_more_epochs_in_another_folder(tmp_path):
     few = [*TINY, "--data", "digits", "--train-num-samples", "64", "--val-num-samples", "20", "--batch-size", "32"]
     run = ["train", *few, "--devices", "1", "--sched", "constant"]

@@ -89,7 +89,7 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 
 
 CELLS = [(family, mode) for family in FAMILIES for mode in ("train", "eval")]
-SLOW = ("levit", "coat", "maxxvit")
+SLOW = ("levit", "coat", "mobilevit", "maxxvit", "cpubone")
 KEPT = [(name, "eval" if i % 3 == 2 else "train") for i, name in enumerate(FAMILIES) if name not in SLOW]
 
 
