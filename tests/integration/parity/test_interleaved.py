@@ -103,7 +103,8 @@ def test_replicas(schedule: str, zero: ZeroStage) -> None:
     three_steps(model, images(12), labels(12), 6, firsts, optimizer=CAREFUL, **plan)
 
 
-@pytest.mark.parametrize("schedule", only(INTERLEAVED[1:], INTERLEAVED))
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", INTERLEAVED)
 def test_tensor_parallelism_by_a_plan_that_was_searched_for(schedule: str) -> None:
     torch.manual_seed(0)
     model = tiny_vit(embed_dim=32, num_heads=4)

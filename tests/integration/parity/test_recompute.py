@@ -96,7 +96,13 @@ def test_equals_one_device(name: str, stages: int) -> None:
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
 
 
-@pytest.mark.parametrize(("make", "mesh"), [(tiny_vit, (2, 2)), (ConvNet, (2, 1))], ids=["vit", "conv net"])
+@pytest.mark.parametrize(
+    ("make", "mesh"),
+    [
+        pytest.param(tiny_vit, (2, 2), id="vit", marks=pytest.mark.full),
+        pytest.param(ConvNet, (2, 1), id="conv net"),
+    ],
+)
 def test_worker_processes_equal_one_device(make: Any, mesh: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model, (pp, tp), (x, y) = make(), mesh, images(8)
@@ -359,7 +365,9 @@ def test_the_printed_source_shows_which_segments_run_again() -> None:
     ]
 
 
-@pytest.mark.parametrize("make", [tiny_vit, ConvNet], ids=["vit", "conv net"])
+@pytest.mark.parametrize(
+    "make", [pytest.param(tiny_vit, id="vit", marks=pytest.mark.full), pytest.param(ConvNet, id="conv net")]
+)
 def test_a_program_with_segments_compiles(make: Any) -> None:
     torch.manual_seed(0)
     model, (x, y) = make(), images(4)
