@@ -80,7 +80,7 @@ CASES = {
         (TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True, later=(TP, BOTH)),
     "resumed": Case(
         (DP, TP, PP, BOTH, ALL), "lamb", LAMB, schedule=COSINE, ema=True, resumed=True,
-        later=(PP, BOTH)),
+        later=(PP, BOTH, ALL)),
     "average": Case((TP, DP), functools.partial(torch.optim.SGD, lr=0.5), ema=True, later=(TP,)),
 }  # fmt: skip
 

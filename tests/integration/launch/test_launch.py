@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.effort import full, only
+from support.effort import full
 from support.faults import free_port
 from support.forks import forked
 
@@ -255,7 +255,8 @@ def said(done: Sequence[Any]) -> str:
     return "\n".join(run.stdout + run.stderr for run in done)
 
 
-@pytest.mark.parametrize(("processes", "pp", "dp"), only([(1, 2, 1)], [(1, 2, 1), (2, 2, 2)]))
+@pytest.mark.full
+@pytest.mark.parametrize(("processes", "pp", "dp"), [(1, 2, 1), (2, 2, 2)])
 def test_two_nodes_of_torchrun_have_the_loss_of_one_device(tmp_path: Path, processes: int, pp: int, dp: int) -> None:
     done = two_launchers(tmp_path, processes, c10d(), "train", str(pp), str(dp))
     assert [run.returncode for run in done] == [0, 0], said(done)

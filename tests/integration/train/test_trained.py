@@ -13,7 +13,7 @@ import timm.optim
 import timm.utils
 import torch
 import torch.nn.functional as F
-from support.effort import only
+from support.effort import full, only
 from support.forks import SCRIPTS, run_ranks
 from support.hardware import slow_compute
 from support.models import tiny_vit
@@ -25,7 +25,7 @@ from autopar.cost.hardware.load import cost_model_dir
 from autopar.train import schedule, timm_optimizer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-WORLDS = (2, 4)
+WORLDS = (2, 4) if full() else (2,)
 
 
 @pytest.fixture(scope="module")
