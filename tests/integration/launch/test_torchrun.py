@@ -19,6 +19,7 @@ import psutil
 import torch, torch.distributed as dist
 from torch import nn
 from support import traces; traces.share()
+from support.effort import full
 from support.handmade import plan_by_hand
 from support.reference import Reference, assert_all_close, assert_close
 from support.models import Tied
@@ -45,7 +46,7 @@ except autopar.UsageError as error:
     assert "devices=3, but torchrun started 2 processes. Pass devices=2 or --nproc-per-node 3." in str(error), error
 
 reference = Reference(truth, make_optimizer=adamw)
-for round in range(2 if own_group else 1):  # a second model in the same processes
+for round in range(2 if own_group or full() else 1):  # a second model in the same processes
     with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
         if round == 1:
             pm.load_state_dict(reference.model.state_dict())
