@@ -22,7 +22,7 @@ from autopar.tools.cli.app import app
 
 VERSIONS = ("2.15", "1.0.31")  # of torch and timm
 FOLDER = Path(__file__).with_name("pinned_plans")
-QUICK = ("mixer_interleaved_4", "vit_infeasible_2", "vit_recompute_2", "vit_tp_2")
+QUICK = ("mixer_interleaved_4", "vit_tp_2")
 SOLVER_SECONDS = re.compile(r"(certified gap \S+ %,\s+)\d+\.\d\d s")
 
 

@@ -24,6 +24,7 @@ from autopar.train import TimmOptimizer
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.full
 def test_own_model() -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "own_model.py"], capture_output=True, text=True, timeout=120, check=False

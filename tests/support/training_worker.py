@@ -65,20 +65,22 @@ COSINE = {
 LAMB = {"lr": 1e-2, "weight_decay": 0.05}
 CASES = {
     "lamb": Case((TP, DP, PP), "lamb", LAMB, later=(DP, PP)),
-    "lamb that clips its trust": Case((TP,), "lambc", LAMB | {"max_grad_norm": 0.1}),
+    "lamb that clips its trust": Case((TP,), "lambc", LAMB | {"max_grad_norm": 0.1}, later=(TP,)),
     "lamb clipped by the caller too": Case((TP,), "lamb", LAMB, {"clip_grad_norm": 0.05}),
     "lars": Case((TP, DP), "lars", {"lr": 1.0, "weight_decay": 0.05}, later=(TP,)),
     "muon": Case((TP,), "muon", {"lr": 1e-2, "weight_decay": 0.05}),
     "adafactor": Case((TP, DP), functools.partial(torch.optim.Adafactor, lr=1e-2), later=(TP,)),
-    "lookahead over lamb": Case((TP,), "lookahead_lamb", LAMB | {"max_grad_norm": None}),
+    "lookahead over lamb": Case((TP,), "lookahead_lamb", LAMB | {"max_grad_norm": None}, later=(TP,)),
     "clipped by value": Case(
         (TP, DP), functools.partial(torch.optim.SGD, lr=1.0), {}, {"clip_grad_value": 0.01}, later=(TP,)),
     "layer decay": Case(
         (TP, PP), "adamw", {"lr": 1e-2, "weight_decay": 0.05, "layer_decay": 0.5, "eps": 1e-3},
         schedule=COSINE, resumed=True, later=(TP,)),
     "accumulation": Case(
-        (TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True, later=(TP, DP)),
-    "resumed": Case((DP, TP, PP, BOTH, ALL), "lamb", LAMB, schedule=COSINE, ema=True, resumed=True),
+        (TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True, later=(TP, BOTH)),
+    "resumed": Case(
+        (DP, TP, PP, BOTH, ALL), "lamb", LAMB, schedule=COSINE, ema=True, resumed=True,
+        later=(PP, BOTH, ALL)),
     "average": Case((TP, DP), functools.partial(torch.optim.SGD, lr=0.5), ema=True, later=(TP,)),
 }  # fmt: skip
 
@@ -211,7 +213,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     example = torch.zeros(8, 3, 32, 32, dtype=torch.float64)
-    meshes = sorted({m for case in CASES.values() for m in case.meshes if m[0] * m[1] * m[2] == world})
+    chosen = {mesh for case in CASES.values() for mesh in case.meshes if full() or mesh not in case.later}
+    meshes = sorted(mesh for mesh in chosen if mesh[0] * mesh[1] * mesh[2] == world)
     for pp, tp, dp in meshes:
         planned = ""
         if rank == 0:  # planning once is enough

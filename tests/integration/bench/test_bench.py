@@ -27,7 +27,7 @@ from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.bench_picture import figure_of
 from autopar.tools.report.figure import save_figure
 
-KEPT = ("plain", "autopar", "ddp")
+KEPT = ("plain", "autopar")
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +94,15 @@ def test_the_timeline_of_a_measured_step_is_sound(finished: BenchOutput) -> None
 
 
 def test_a_picture_is_drawn(finished: BenchOutput, tmp_path: Path) -> None:
-    failed = replace(finished.result.row("ddp"), median_seconds=None, samples_per_second=None, reason="out of memory")
-    rows = tuple(failed if row.contestant == "ddp" else row for row in finished.result.rows)
+    failed = replace(finished.result.row("plain"), median_seconds=None, samples_per_second=None, reason="out of memory")
+    rows = tuple(failed if row.contestant == "plain" else row for row in finished.result.rows)
     save_figure(figure_of(replace(finished.result, rows=rows)), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="Cannot write the picture"):
         save_figure(figure_of(finished.result), tmp_path / "missing" / "bench.png")
 
 
+@pytest.mark.full
 def test_a_baseline_that_fails_is_a_row() -> None:
     kept: list[BenchResult] = []
     done = run_bench(request(only=("plain", "1f1b"), microbatch_sizes=(8,)), keep=kept.append)

@@ -61,8 +61,12 @@ def assert_returns(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("microbatches", "firsts", "dp"),
-    [(1, [], 1), (3, [], 1), (2, ["second.linear"], 1), (2, [], 2)],
-    ids=["one microbatch", "ragged microbatches", "two stages", "two replicas"],
+    [
+        pytest.param(1, [], 1, id="one microbatch", marks=pytest.mark.full),
+        pytest.param(3, [], 1, id="ragged microbatches"),
+        pytest.param(2, ["second.linear"], 1, id="two stages", marks=pytest.mark.full),
+        pytest.param(2, [], 2, id="two replicas"),
+    ],
 )
 def test_a_batch_of_any_size_returns_what_the_model_returns(microbatches: int, firsts: list[str], dp: int) -> None:
     model, x = model_and_batch(8)

@@ -33,6 +33,7 @@ from support.checkpoint_models import (
     small,
     unchanged,
 )
+from support.forks import forked
 from torch import nn
 
 import autopar
@@ -48,9 +49,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_killed_at_any_moment_it_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """`support/kills.py 1000` is the long form."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, str(Path(kills.__file__)), str(tmp_path / "saved"), "15"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forked(Path(kills.__file__), [str(tmp_path / "saved"), "15"], [{}], None)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.fullmatch(r"15 kills, \d+ of them while files were being written, 0 checkpoints lost\n", done.stdout)
 
@@ -122,6 +121,7 @@ with small() as pm:
 """
 
 
+@pytest.mark.full
 def test_a_full_disk(tmp_path: Path) -> None:
     """On a file system of its own, with ever more room until a second checkpoint fits: each file once is too much."""
     mounting = ["unshare", "--map-root-user", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=1m none "$0"; exec "$@"']

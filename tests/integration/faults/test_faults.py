@@ -274,6 +274,7 @@ def test_what_is_refused_before_it_runs_changes_nothing() -> None:
 SCRIPT = """
 import sys, time, torch, autopar
 from torch import nn
+from support import traces; traces.share()
 
 mode = sys.argv[1]
 model, x, y = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(6, 8), torch.randint(0, 4, (6,))
@@ -295,7 +296,7 @@ print("reached", flush=True)
     ("mode", "number", "code"),
     [
         pytest.param("sleep", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.full),  # Ctrl-C in mid-step
-        ("sleep", signal.SIGKILL, -signal.SIGKILL),
+        pytest.param("sleep", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
         ("leave", None, 0),  # the interpreter exits without close()
     ],
 )

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from support.effort import only
 from support.faults import workers
 from support.handmade import plan_by_hand
 from torch import nn
@@ -95,6 +94,7 @@ def test_a_fork_has_the_callers_state_at_the_call(tmp_path: Path, monkeypatch: p
     assert server() is first
 
 
+@pytest.mark.full
 def test_a_variable_that_an_import_may_read_makes_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     first, kept = server(), run("import time; time.sleep(60)")
     pid = kept.pid
@@ -217,6 +217,7 @@ def test_a_worker_that_leaves_in_its_start_says_why() -> None:
         started(Leaving())
 
 
+@pytest.mark.full
 def test_without_forks_each_worker_is_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "FORKS", False)
     monkeypatch.setattr(launch, "current", None)
@@ -232,6 +233,7 @@ SCRIPT = """
 import os, signal, sys, time, torch, autopar
 from torch import nn
 from autopar.runtime.launch.fork_server import fork_server, worker_environment
+from support import traces; traces.share()
 
 mode, x, y = sys.argv[1], torch.randn(6, 8), torch.randint(0, 4, (6,))
 
@@ -264,7 +266,8 @@ def script(folder: Path, mode: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("mode", "out"), only([("fork", "goes on\n")], [("plain", ""), ("fork", "goes on\n")]))
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "out"), [("plain", ""), ("fork", "goes on\n")])
 def test_a_script_and_its_own_forks(tmp_path: Path, mode: str, out: str) -> None:
     done = script(tmp_path, mode)
     told, errors = done.communicate(timeout=100)

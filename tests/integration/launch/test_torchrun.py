@@ -19,6 +19,7 @@ import psutil
 import torch, torch.distributed as dist
 from torch import nn
 from support import traces; traces.share()
+from support.effort import full
 from support.handmade import plan_by_hand
 from support.reference import Reference, assert_all_close, assert_close
 from support.models import Tied
@@ -45,7 +46,7 @@ except autopar.UsageError as error:
     assert "devices=3, but torchrun started 2 processes. Pass devices=2 or --nproc-per-node 3." in str(error), error
 
 reference = Reference(truth, make_optimizer=adamw)
-for round in range(2):  # a second model in the same processes
+for round in range(2 if own_group or full() else 1):  # a second model in the same processes
     with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
         if round == 1:
             pm.load_state_dict(reference.model.state_dict())
@@ -109,7 +110,7 @@ def assert_both_ranks_agree(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_every_rank_has_the_numbers_of_one_device(tmp_path: Path) -> None:
-    assert_both_ranks_agree(torchrun(tmp_path, "own"))
+    assert_both_ranks_agree(run_on_two(tmp_path, SCRIPT, "own"))
 
 
 def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_path: Path) -> None:
@@ -397,7 +398,8 @@ print(f"rank {os.environ['RANK']} agrees", flush=True)
 OTHERS = ",".join([name for name in (*MODES, *SETTINGS) if name != "autocast"])
 
 
-@pytest.mark.parametrize("names", ["autocast", pytest.param(OTHERS, marks=pytest.mark.full, id="others")])
+@pytest.mark.full
+@pytest.mark.parametrize("names", ["autocast", pytest.param(OTHERS, id="others")])
 def test_modes_of_the_caller_do_not_reach_its_rank(tmp_path: Path, names: str) -> None:
     torch.save(results(1, torch.enable_grad, "everything"), tmp_path / "one.pt")
     assert_both_ranks_agree(run_on_two(tmp_path, CALLER_MODES, names))

@@ -42,6 +42,7 @@ def listens(_: Task, emit: Emit) -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 def test_ranks_meet_on_the_loopback_interface_alone() -> None:
     results: list[set[str]] = []
     exit = run_workers(

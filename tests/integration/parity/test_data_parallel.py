@@ -69,12 +69,15 @@ def outputs_agree(pm: Any, reference: Reference, x: Any, train: bool) -> None:
     reference.model.train()
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_one_device(name: str, mesh: tuple[int, int, ZeroStage]) -> None:
+CELLS = [(name, *mesh) for name in MODELS for mesh in MESHES]
+KEPT = [("tied", 2, 2, 0), ("tied", 3, 2, 1), ("unet", 2, 2, 1), ("unet", 3, 2, 2), ("normed", 1, 4, 1),
+        ("updating", 1, 2, 0), ("updating", 1, 4, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pp", "dp", "zero"), only(KEPT, CELLS))
+def test_equals_one_device(name: str, pp: int, dp: int, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     make, loss_fn = MODELS[name]
-    pp, dp, zero = mesh
     model = make()
     x, y, microbatches = *data(name, 5 * dp), several(zero, 3)  # of 2, 2, 1 on each replica
     plan = plan_by_hand(model, x, microbatches, even_firsts(model, x, pp), dp=dp, zero=zero)
@@ -393,7 +396,7 @@ def test_shards_draw_the_same_random_numbers() -> None:
 WORLDS = [(1, 2, 1), (1, 4, 0), (2, 2, 0), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
 
 
-@pytest.mark.parametrize(("pp", "dp", "zero"), only([(1, 2, 1), (2, 2, 0), (2, 2, 2)], WORLDS))
+@pytest.mark.parametrize(("pp", "dp", "zero"), only([(2, 2, 2)], WORLDS))
 def test_processes_equal_one_device(pp: int, dp: int, zero: ZeroStage) -> None:
     torch.manual_seed(0)
     name = "normed" if pp == 1 else "tied"
@@ -419,7 +422,7 @@ def test_processes_equal_one_device(pp: int, dp: int, zero: ZeroStage) -> None:
         assert pm.measure_memory(x, y).keys() == pm.stats().keys() == set(range(pp * dp))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", only([2], [0, 1, 2]))
 def test_the_predicted_peak_counts_gradients_that_wait_for_their_bucket(zero: ZeroStage) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 10))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.effort import only
 from support.reference import Reference, assert_all_close, assert_close
 
 import autopar
@@ -32,7 +33,7 @@ def slow_machine(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", only(["sdpa"], ["sdpa", "eager"]))
 def test_tensor_and_pipeline_parallelism(attention: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.ViTConfig(**SIZES, **IMAGE, attn_implementation=attention)
@@ -60,6 +61,7 @@ def test_tensor_and_pipeline_parallelism(attention: str, tmp_path: Path) -> None
         assert_close(output["logits"], reference.model.eval()(x).logits.detach(), "logits")
 
 
+@pytest.mark.full
 def test_the_loss_inside_the_model_and_hidden_states() -> None:
     """Labels as an input, and an output with a number, a tensor and a tuple of tensors."""
     torch.manual_seed(0)

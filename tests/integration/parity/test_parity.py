@@ -73,6 +73,7 @@ def test_vit_on_four_stages_ragged_with_clipping_and_a_scheduler() -> None:
         state_agrees(pm, reference, model)
 
 
+@pytest.mark.full
 def test_resnet18_with_batch_norm_statistics() -> None:
     torch.manual_seed(0)
     three_steps(resnet18(), images(8, 64), labels(8), 3, ["layer3.0.conv2.conv2d"])  # 3, 3, 2; a skip crosses
@@ -97,6 +98,7 @@ def test_two_inputs_a_dict_of_outputs_and_a_lambda() -> None:
     three_steps(TwoInputs(), x, y, 2, ["mul", "text.linear"], loss_fn)
 
 
+@pytest.mark.full
 def test_one_device_needs_no_process() -> None:
     torch.manual_seed(0)
     model, x, y = resnet18(), images(5, 64), labels(5)
@@ -181,6 +183,7 @@ print(json.dumps([losses, expected, len(pm.plan.stages)]))
 """
 
 
+@pytest.mark.full
 def test_a_plain_script_without_a_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

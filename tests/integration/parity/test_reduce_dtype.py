@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -58,9 +59,13 @@ def update(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> d
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("padding", ["padded", "unpadded"])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize(
+    ("dp", "zero", "padding"),
+    only(
+        [(2, 0, "padded"), (3, 1, "unpadded"), (3, 2, "padded"), (2, 2, "unpadded")],
+        itertools.product((2, 3), (0, 1, 2), ("padded", "unpadded")),
+    ),
+)
 def test_a_step_rounds_and_nothing_else(
     dp: int, zero: ZeroStage, padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +176,7 @@ def test_gradients_travel_in_half_the_bytes_and_in_a_few_buffers(
     assert rank.updater.reduce_buffers.num_bytes == NUM_GRAD_SLOTS * 2 * max(b.numel for b in buckets)
 
 
-@pytest.mark.parametrize(("zero", "dp"), only([(0, 2), (1, 2), (2, 2)], [(0, 2), (1, 2), (2, 2), (0, 4), (2, 4)]))
+@pytest.mark.parametrize(("zero", "dp"), only([(1, 2)], [(0, 2), (1, 2), (2, 2), (0, 4), (2, 4)]))
 def test_processes_round_and_nothing_else(zero: ZeroStage, dp: int) -> None:
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(2), images(4 * dp)

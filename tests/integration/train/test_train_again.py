@@ -76,6 +76,7 @@ def interrupt(process: subprocess.Popen[str], log: Path, lines: int) -> str:
     return error
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_says_how_to_go_on(alone, tmp_path, monkeypatch):
     process = start(tmp_path, "train", *SHORT, "--devices", "2", "--workers", "1", "-o", "out")
     error = interrupt(process, tmp_path / "out" / "steps.jsonl", 3)
@@ -187,6 +188,7 @@ def test_another_run_is_refused_before_anything_is_planned(alone, tmp_path, monk
     assert (code, "cut is damaged: in data-" in error) == (2, True), error
 
 
+@pytest.mark.full
 def test_a_finished_run_gets_more_epochs_in_another_folder(tmp_path):
     few = [*TINY, "--data", "digits", "--train-num-samples", "64", "--val-num-samples", "20", "--batch-size", "32"]
     run = ["train", *few, "--devices", "1", "--sched", "constant"]
@@ -253,6 +255,7 @@ def test_overwrite_removes_the_earlier_run_and_nothing_else(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == (tmp_path / "best" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_torchrun_refuses_a_folder_on_all_ranks(alone, tmp_path):
     """The second rank sees none of the folder: as on another node with a disk of its own."""
     (tmp_path / "0").symlink_to(alone.parent)

@@ -89,6 +89,7 @@ def test_a_strategy_that_cannot_be_names_its_field(strategies: dict[str, str], m
         programs(strategies, {})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", [10, 12])
 def test_a_plan_fits_the_microbatch_that_it_chose(tmp_path: Path, batch: int) -> None:
     """Sharding is decided on a trace with fewer samples; windows of an image then share a dim with them."""
@@ -140,11 +141,15 @@ def test_a_nan_is_traced_once() -> None:
     ("example", "call", "message"),
     [
         ({}, lambda x, i: {"x": x, "scale": 2 + i / 4}, r"value of `scale` is one: 1\.0, 2\.0, 2\.25, 2\.5, … \(20"),
-        ({}, lambda x, i: {"x": torch.randn(i + 5, 3), "scale": 1.0}, r"first size of `x`.*: 4, 5, 6, 7, … \(20"),
-        (
+        pytest.param(
+            {}, lambda x, i: {"x": torch.randn(i + 5, 3), "scale": 1.0}, r"first size of `x`.*: 4, 5, 6, 7, … \(20",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             {"images": torch.zeros(2, 2)},
             lambda x, i: {"x": x, "scale": 1.0 + i % 2, "images": torch.ones(2, i + 3)},
             r"shape of `images` without its first dim is one: \[2\], \[3\], \[4\], \[5\], … \(20",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["a constant", "samples", "a shape"],

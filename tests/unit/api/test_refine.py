@@ -162,6 +162,7 @@ def test_no_sharding_and_no_cuts_are_below_the_bound(question: tuple[Constraints
         assert step == pytest.approx(best, rel=1.1e-3)
 
 
+@pytest.mark.full
 def test_a_vit_is_bounded_by_its_shardings() -> None:
     choices = vit_strategies(60)
     for stages in (1, 8):

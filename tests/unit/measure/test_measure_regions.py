@@ -384,6 +384,7 @@ def test_a_launchers_ranks_measure_as_many_processes_as_share_a_host(
 # -- what else reads plans -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_explain_compares_prices_of_one_kind(timed: list[str], folder: Path) -> None:
     """A question about a measured plan is answered by measurements, or the answer says that it is not."""
     source = ModelSource("test_vit")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.effort import only
 from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
 from support.symmetric_buffers import ThreadBuffers, on_all
@@ -171,9 +172,13 @@ def trained(
     return losses, dict(pm.state_dict())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize(
+    ("dp", "zero", "precision"),
+    only(
+        [(2, 1, "fp32"), (2, 2, "bf16-params"), (3, 0, "fp32"), (3, 1, "bf16-params")],
+        product((2, 3), (0, 1, 2), ("fp32", "bf16-params")),
+    ),
+)
 def test_training_through_buffers(dp: int, zero: ZeroStage, precision: str, request: pytest.FixtureRequest) -> None:
     losses, weights = trained(dp, zero, precision)
     asked = request.getfixturevalue("shared_buffers")
@@ -187,7 +192,7 @@ def test_training_through_buffers(dp: int, zero: ZeroStage, precision: str, requ
         torch.testing.assert_close(others[name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", only([1], [0, 1, 2]))
 def test_training_through_buffers_in_bfloat16(zero: ZeroStage, request: pytest.FixtureRequest) -> None:
     losses, weights = trained(3, zero, "fp32", "bfloat16")
     request.getfixturevalue("shared_buffers")

@@ -102,11 +102,11 @@ def test_what_is_received_and_saved_counts_once() -> None:
 @pytest.mark.parametrize(
     ("asked", "precision", "ema"),
     [
-        ({"microbatches": 1}, "fp32", None),
+        pytest.param({"microbatches": 1}, "fp32", None, marks=pytest.mark.full),
         ({"microbatches": 1}, "bf16", None),
-        ({"microbatches": 4}, "fp32", EMA),
+        pytest.param({"microbatches": 4}, "fp32", EMA, marks=pytest.mark.full),
         ({"microbatches": 1, "recompute": "all"}, "fp32", None),
-        ({"pp": 2, "microbatches": 1}, "fp32", None),
+        pytest.param({"pp": 2, "microbatches": 1}, "fp32", None, marks=pytest.mark.full),
         ({"pp": 2, "microbatches": 4, "schedule": "1f1b"}, "bf16", EMA),
     ],
     ids=str,

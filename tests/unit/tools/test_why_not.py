@@ -27,10 +27,10 @@ from autopar.tools.cli.why_not_args import parse_constraints
         (VIT, "pp=2,microbatches=4,recompute=all", {"pp": 2, "microbatches": 4, "recompute": "all"}),
         (VIT, "dp=2,zero=0", {"dp": 2, "zero": 0}),
         (VIT, "precision=bf16", {"precision": "bf16"}),
-        (RESNET, "pp=2,schedule=gpipe", {"pp": 2, "schedule": "gpipe"}),
+        pytest.param(RESNET, "pp=2,schedule=gpipe", {"pp": 2, "schedule": "gpipe"}, marks=pytest.mark.full),
         (RESNET, "chunks=2", {"chunks": 2, "schedule": "auto"}),
-        (MIXER, "--tp=2", {"tp": 2}),
-        (MIXER, "microbatch-size=4", {"microbatch_size": 4}),
+        pytest.param(MIXER, "--tp=2", {"tp": 2}, marks=pytest.mark.full),
+        pytest.param(MIXER, "microbatch-size=4", {"microbatch_size": 4}, marks=pytest.mark.full),
     ],
     ids=str,
 )

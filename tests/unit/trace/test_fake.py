@@ -28,7 +28,9 @@ class Formats(nn.Module):
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("make", [Formats, lambda: timm.create_model("resnet18")])
+@pytest.mark.parametrize(
+    "make", [Formats, pytest.param(lambda: timm.create_model("resnet18"), id="resnet18", marks=pytest.mark.full)]
+)
 def test_a_meta_model_has_the_memory_formats_of_a_real_one(
     make: Callable[[], nn.Module], memory_format: torch.memory_format
 ) -> None:
