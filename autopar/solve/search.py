@@ -350,6 +350,7 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
     decision = Decision(problem, chosen.priced, chosen.point.zero, cuts.stage_of)
     if problem.tp == 1:
         return decision, cuts.solver
+    method = "shardings then cuts" if problem.stages > 1 else "shardings"
     refined = refine(decision) if refine is not None and problem.balance == "time" else Refined(None, 0.0)
     # A mesh with tensor parallelism is there to use it, however small the model.
     if refined.priced is not None and (refined.priced.strategies or not decision.priced.strategies):
@@ -360,12 +361,12 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
             if found.seconds < cuts.seconds:
                 decision, cuts = Decision(other, refined.priced, decision.zero, found.stage_of), found
     if problem.balance != "time":
-        return decision, replace(cuts.solver, method="shardings then cuts")
+        return decision, replace(cuts.solver, method=method)
     bound = min(cuts.bound_seconds, max(refined.bound_seconds, any_sharding_seconds(bounds, decision)))
     gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE
     status = cuts.solver.status if closed else f"{cuts.solver.status} for the cuts"
-    return decision, replace(cuts.solver, gap=gap, status=status, method="shardings then cuts")
+    return decision, replace(cuts.solver, gap=gap, status=status, method=method)
 
 
 def any_sharding_seconds(bounds: LowerBounds, decision: Decision) -> float:

@@ -194,10 +194,29 @@ NO_MATTER = {
     "autopar.ir.network",
     "autopar.ir.units",
     "autopar.errors",
-    *(f"autopar.ir.{name}" for name in ("comm_sizes", "cost_graph", "grad_buckets", "hardware", "names")),
+    *(
+        f"autopar.ir.{name}"
+        for name in (
+            "comm_sizes",
+            "cost_graph",
+            "grad_buckets",
+            "hardware",
+            "mesh",
+            "names",
+            "plan_parts",
+        )
+    ),
     "autopar.measure.workers",
     "autopar.runtime.launch.loopback",
-    *(f"autopar.runtime.comm.{name}" for name in ("protocols", "replica_collectives", "symmetric_collectives")),
+    *(
+        f"autopar.runtime.comm.{name}"
+        for name in (
+            "protocols",
+            "reduce_buffers",
+            "replica_collectives",
+            "symmetric_collectives",
+        )
+    ),
     "autopar.runtime.comm.symmetric_p2p",
 }
 
