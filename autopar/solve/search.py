@@ -357,7 +357,7 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
         cost = refined.priced.cost.recomputed if problem.recompute == "all" else refined.priced.cost
         other = replace(problem, cost=cost)
         with suppress(InfeasibleError):  # it may hold more than the decision
-            found = solve_cuts(setting, other, cuts.stage_of)
+            found = solve_cuts(setting, other)
             if found.seconds < cuts.seconds:
                 decision, cuts = Decision(other, refined.priced, decision.zero, found.stage_of), found
     if problem.balance != "time":

@@ -205,7 +205,6 @@ class Search:
     def tail(self, position: int, reduce: bool = False, gather: bool = False) -> Numbers:
         """What ranks take after the pipeline; with what the reduction and the all-gather take more than the passes that
         hide them.
-
         """
         weights: dict[tuple[int, Quantity], float] = {}
         for s in self.problem.stages_at(position):
@@ -222,7 +221,10 @@ class Search:
 
     def memory(self, position: int, held: Sequence[int]) -> Numbers:
         """Memory of ranks that hold so many microbatches of each of their stages, without working sets; what a stage
-        recomputes frees some."""
+        recomputes frees some.
+
+        Error: high by weights that two stages of a rank read.
+        """
         problem, weights = self.problem, dict[tuple[int, Quantity], float]()
         freed = freed_per_second(problem) if problem.may_recompute else 0.0
         capacity = float(problem.capacity_bytes or 1)
@@ -267,7 +269,7 @@ class Search:
         return added
 
     def in_bytes(self, weights: Numbers) -> Numbers:
-        """Weights of a memory row for seconds instead of units."""
+        """Weights of a memory row, for seconds and bytes instead of their units."""
         scale = (self.problem.capacity_bytes or 1) / self.unit
         return {key: w * (1.0 if key[1].is_bytes else scale) for key, w in weights.items()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -142,8 +141,8 @@ class CutProgram:
 
     def solve(self, whole: bool, solver: SolverName, gap: float, time_limit_seconds: float) -> Outcome:
         """Solve the program, or its relaxation in which a stage begins at several groups in part."""
-        for y in self.begins.values():
-            y.cat = pulp.LpInteger if whole else pulp.LpContinuous
+        for x in self.begins.values():
+            x.cat = pulp.LpInteger if whole else pulp.LpContinuous
         return run(self.lp, solver, gap, time_limit_seconds)
 
     def solved_amounts(self) -> dict[tuple[int, Quantity], float]:
@@ -158,8 +157,7 @@ class CutProgram:
 
     def solved_units(self) -> tuple[int, ...]:
         """The stage of each group in the last solution, which was whole."""
-        chosen = (max(self.window(s), key=lambda j: value_of(self.begins[s, j])) for s in range(1, self.problem.stages))
-        begins = list(chosen)
+        begins = [max(self.window(s), key=lambda j: value_of(self.begins[s, j])) for s in range(1, self.problem.stages)]
         return tuple(sum(g >= begin for begin in begins) for g in range(len(self.problem.cost.groups)))
 
 
@@ -269,7 +267,8 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
         cache[key] = {quantity: Separable.of(matrix) for quantity, matrix in matrices.items()}
     found = {(s, q): bound for s in range(problem.stages) for q, bound in cache[key].items()}
     buckets = np.maximum(1.0, of.num_buckets)
-    exposed = np.maximum(of.reduce_seconds - of.backward_seconds, of.reduce_seconds / buckets)
+    hidden = of.backward_seconds + of.forward_seconds if problem.may_recompute else of.backward_seconds
+    exposed = np.maximum(of.reduce_seconds - hidden, of.reduce_seconds / buckets)
     exposed += np.maximum(of.gather_seconds - of.forward_seconds, of.gather_seconds / buckets)
     first, last = windows
     for s in range(problem.stages):
@@ -311,17 +310,15 @@ def next_stage_bytes(problem: CutProblem, begun: int, ends: int) -> tuple[Vector
 
 
 def freed_per_second(problem: CutProblem) -> float:
-    """Most bytes of a microbatch that recomputing a segment frees, for each second of its forward; infinite where a
-    segment takes no time."""
-    cost, again = problem.cost, problem.recomputing.cost
-    freed, seconds = defaultdict[int, float](float), defaultdict[int, float](float)
-    for once, other in zip(cost.groups, again.groups, strict=True):
-        freed[once.segment] += once.saved_bytes - other.saved_bytes
-        seconds[once.segment] += once.forward_seconds
-    for tensor in cost.saved:
-        for segment in {cost.groups[g].segment for g in tensor.groups}:
-            freed[segment] += tensor.num_bytes
-    for edge in cost.edges:
-        for segment in {cost.groups[g].segment for g in edge.saved_by}:
-            freed[segment] += edge.num_bytes
-    return max((n / seconds[s] if seconds[s] else math.inf for s, n in freed.items() if n > 0), default=0.0)
+    """Most bytes of a microbatch that a stage frees by recomputing, for each second of its forward; infinite where one
+    takes no time."""
+
+    def most() -> float:
+        once, again = stage_intervals(problem), stage_intervals(problem.recomputing)
+        freed, seconds = once.held_bytes - again.held_bytes, once.costs.forward_seconds
+        frees = np.tri(len(freed), k=-1, dtype=bool) & (freed > 0)
+        if (frees & (seconds <= 0)).any():
+            return math.inf
+        return float((freed[frees] / seconds[frees]).max(initial=0.0))
+
+    return problem.cost.remember(("freed per second", *problem.interval_key), most)

@@ -29,7 +29,7 @@ def solve_cuts(
     Error: in other orders than the traced one, working sets are first those of that order.
 
     Args:
-        known: cuts to start from, as the stage of every group.
+        known: the best cuts known in the traced order, as the stage of every group.
         solver: "HiGHS" or "CBC"; by default the first that is installed.
     Raises:
         UsageError: pins contradict each other or the order of the model, or leave a stage empty.
@@ -41,8 +41,11 @@ def solve_cuts(
     check_num_stages(traced.problem)
     check_pins(traced.problem)
     seconds, stage_of, bound = float("inf"), None, float("inf")
-    starts = (merged.expand(units) for merged in orders if (units := start(setting, merged)) is not None)
-    for cuts in (*((known,) if known is not None else ()), *starts):
+    starts = [] if known is None else [known]
+    for merged in orders if known is None else orders[1:]:
+        if (units := start(setting, merged)) is not None:
+            starts.append(merged.expand(units))
+    for cuts in starts:
         own = cuts_seconds(setting, traced.problem, traced.units(cuts))
         if own < seconds:
             seconds, stage_of = own, cuts

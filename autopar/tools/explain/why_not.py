@@ -100,8 +100,7 @@ def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, An
     """Keyword arguments of `autopar.plan` for a question.
 
     Of the plan only its precision, its dtype of gradients between replicas, its kind of cost and its memory limit are
-    kept; the question's constraints are added. The schedule is `autopar.plan`'s default, or any schedule if the plan or
-    the question has several chunks per rank.
+    kept; the question's constraints are added.
     """
     # Only prices of one kind compare, and an answer measures nothing.
     fixed: dict[str, Any] = {
@@ -111,8 +110,6 @@ def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, An
         fixed["reduce_dtype"] = plan.reduce_dtype
     if plan.hardware.memory_bytes != hardware.memory_bytes:
         fixed["memory"] = plan.hardware.memory_bytes
-    if plan.chunks > 1 or question.constraints.get("chunks", 1) > 1:
-        fixed["schedule"] = "auto"
     return fixed | dict(question.constraints)
 
 

@@ -34,7 +34,8 @@ KEPT = ("plain", "autopar")
 def finished() -> BenchOutput:
     """Results of baselines in processes over Gloo."""
     more = {"only": tuple(BASELINES)} if full() else {"only": KEPT, "microbatch_sizes": ()}
-    return run_bench(request(**more))
+    constraints = {"pp": 2, "microbatches": 4, "timeout": 60.0, "schedule": "1f1b"}
+    return run_bench(request(constraints=constraints, **more))
 
 
 @pytest.mark.parametrize("name", only(KEPT, BASELINES))

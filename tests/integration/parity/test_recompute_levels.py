@@ -43,7 +43,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)
 def test_worker_processes_equal_one_device(mesh: str, levels: Sequence[Any]) -> None:
     torch.manual_seed(0)
     model, x, y = tiny_vit(), images(8), labels(8)
-    asked: dict[str, Any] = {"pp": 1, "tp": 1, "dp": 1} | {mesh: 2}
+    asked: dict[str, Any] = {"pp": 1, "tp": 1, "dp": 1, "schedule": "1f1b"} | {mesh: 2}
     plan = autopar.plan(model, 2, x, **asked, microbatches=2, recompute="none", optimizer=ADAMW)
     assert all(stage.num_segments > 3 for stage in plan.stages)
     assert bool(plan.strategies) == (mesh == "tp")

@@ -147,7 +147,9 @@ def buffers(plan: autopar.Plan, position: int, inputs: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"microbatches": 4}, {"microbatches": 4, "schedule": "interleaved", "chunks": 2}], ids=str
+    "asked",
+    [{"microbatches": 4, "schedule": "1f1b"}, {"microbatches": 4, "schedule": "interleaved", "chunks": 2}],
+    ids=str,
 )
 def test_buffers_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any]) -> None:
     torch.manual_seed(0)

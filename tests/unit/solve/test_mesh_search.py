@@ -34,7 +34,7 @@ def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() ->
     assert plan.bound_by == "compute of stage 0 (blocks.0.attn … blocks.3.mlp); collectives 9 % of the step"
     assert plan.strategies == {"blocks.0.attn.linear": "n"} and plan.shardings == {"w_0a": "tp:0"}
     assert [b.rows for b in plan.blocks] == [{"attn": "rows / 4"}]
-    assert (plan.solver.method, plan.solver.status) == ("shardings then cuts", "optimal for the cuts")
+    assert (plan.solver.method, plan.solver.status) == ("shardings", "optimal for the cuts")
     # Of 213.2 ms the bound over all shardings leaves out the collectives, 19.2 ms, and lets each weight's optimizer be
     # split four ways, as that of the first one is.
     assert plan.solver.gap == pytest.approx((19.2 + 7 * 0.25 * 0.75) / 213.2)
