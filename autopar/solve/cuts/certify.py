@@ -42,7 +42,7 @@ ROUNDING = 1e-6
 # Candidates of the largest program that is relaxed, and solved whole with one stage a rank and with several. An even
 # share of the work bounds larger ones. Interleaved stages leave wide windows: 8 stages of 150 groups prove nothing in
 # 10 s that the relaxation does not.
-MAX_RELAXED, MAX_SINGLE, MAX_INTERLEAVED = 20_000, 1500, 300
+MAX_RELAXED, MAX_SINGLE, MAX_INTERLEAVED = 20_000, 1500, 100
 
 
 def cuts_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
