@@ -51,7 +51,7 @@ class PlanConstraints:
             and keeps the times on disk (`autopar.measure.regions`). "analytic" prices operations by the cost model.
             "auto" uses measurements if an earlier plan has left all that are needed, and measures nothing. Under a
             launcher `autopar.parallelize` measures on rank 0, and takes what rank 0's disk has.
-        solver_seconds: time limit of each integer program, second.
+        solver_seconds: time limit for proving a bound of the cuts and finding better ones, second.
 
     Raises:
         UsageError: a value is impossible, or two of them contradict each other.
