@@ -86,6 +86,7 @@ SMALL = (
 )
 
 
+@pytest.mark.full
 def test_two_processes_measure_every_kind(tmp_path: Path) -> None:
     setting, seen = ProfileSetting("toy", "cpu", "2.15", 1, 2, 2), []
     cases = SMALL if full() else tuple({case.kind: case for case in SMALL}.values())

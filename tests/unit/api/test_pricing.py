@@ -90,9 +90,11 @@ def test_tokens_are_split_where_their_number_allows() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"pp": 4, "microbatches": 8},
+        {"pp": 4, "microbatches": 8, "schedule": "1f1b"},
         {"pp": 2, "tp": 2, "microbatches": 4, "recompute": "all"},
-        {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 3},
+        pytest.param(
+            {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 3}, marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )
