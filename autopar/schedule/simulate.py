@@ -79,12 +79,20 @@ def replayed_seconds(
     sizes: Sequence[float],
 ) -> float:
     """The ``step_seconds`` of `simulate` for ``generate(schedule, pp, …)``, whose order of actions is cached."""
-    num_chunks = len(forward_seconds)
-    # Skips change no order: what a skip brings is made before what the chunks between bring.
-    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp)
-    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
-    received = sources(edges, transfers, num_chunks)
+    actions, received = generated_actions(schedule, pp, len(forward_seconds), transfers, len(sizes))
     return run_actions(actions, pp, [*forward_seconds, *backward_seconds], received, sizes)
+
+
+def generated_actions(
+    schedule: str, pp: int, num_chunks: int, transfers: Mapping[tuple[int, int], float], microbatches: int
+) -> tuple[Sequence[TimedAction], Sources]:
+    """The actions of a generated schedule in run order, and the transfers that each receives.
+
+    Skips change no order: what a skip brings is made before what the chunks between bring.
+    """
+    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    actions = generated_in_run_order(schedule, pp, microbatches, num_chunks // pp)
+    return actions, sources(edges, transfers, num_chunks)
 
 
 @dataclass(frozen=True)
@@ -111,13 +119,12 @@ def critical_path(
     transfers: Mapping[tuple[int, int], float],
     sizes: Sequence[float],
 ) -> CriticalPath:
-    """What `scheduled_seconds` is the sum of."""
+    """The path of dependencies whose sum is `scheduled_seconds`."""
     num_chunks = len(forward_seconds)
     if num_chunks == pp and schedule != "gpipe":
         schedule = "1f1b"
-    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp)
-    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
-    received, durations = sources(edges, transfers, num_chunks), [*forward_seconds, *backward_seconds]
+    actions, received = generated_actions(schedule, pp, num_chunks, transfers, len(sizes))
+    durations = [*forward_seconds, *backward_seconds]
     ends: dict[tuple[int, int], float] = {}
     waited: dict[tuple[int, int], tuple[int, int] | None] = {}  # the action that each begins after
     latest: list[tuple[int, int] | None] = [None] * pp
@@ -159,7 +166,7 @@ Sources = Sequence[Sequence[tuple[int, float]]]
 
 
 def sources(edges: Collection[tuple[int, int]], transfers: Mapping[tuple[int, int], float], num_chunks: int) -> Sources:
-    """What every action receives along the edges."""
+    """The transfers that each action waits for."""
     found: list[list[tuple[int, float]]] = [[] for _ in range(2 * num_chunks)]
     for src, dst in edges:
         found[dst].append((src, transfers.get((src, dst), 0.0)))

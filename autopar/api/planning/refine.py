@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autopar.api.planning.costs import PlanCosts
-from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.strategies.enumerate import with_replicas
 from autopar.solve.result.make_plan import Decision
 from autopar.solve.search import Refined
@@ -21,7 +20,7 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined:
     cuts = decision.problem
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
-    sharing = Sharing(cuts.tp, cuts.dp, decision.zero, reduce_dtype=cuts.reduce_dtype)
+    sharing = costs.sharing(cuts.tp, cuts.dp, decision.zero)
     graph = with_replicas(graph, costs.graph, sharing, costs.hardware)
     passes = least_passes(cuts.microbatches, cuts.pp, cuts.chunks)
     found = solve_shardings(graph, round(cuts.pp * passes))

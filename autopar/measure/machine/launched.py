@@ -41,7 +41,7 @@ class LaunchedRanks:
         points: Sequence[MeasuredPoint],
         progress: Callable[[int, str], None],
     ) -> None:
-        """Measure cases on rank 0, as `autopar.measure.machine.measure.measure` does with processes of its own.
+        """Measure cases with all ranks and keep the points; called on rank 0.
 
         Raises:
             WorkerError: a rank failed, or one case took too long. The points so far are in the file.

@@ -16,9 +16,9 @@ from autopar.ir.microbatches import microbatch_factors
 from autopar.schedule.simulate import critical_path
 from autopar.solve.backend import SolverName, value_of
 from autopar.solve.cuts.buffers import incoming_bytes
-from autopar.solve.cuts.evaluate import fullest_bytes, objective_seconds, rank_costs, stage_costs
+from autopar.solve.cuts.evaluate import floor_seconds, fullest_bytes, objective_seconds, rank_costs, stage_costs
 from autopar.solve.cuts.merge import Merged
-from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of
+from autopar.solve.cuts.problem import CutProblem, objective_of
 from autopar.solve.cuts.program import (
     Numbers,
     Quantity,
@@ -46,8 +46,8 @@ MAX_RELAXED, MAX_SINGLE, MAX_INTERLEAVED = 20_000, 1500, 100
 
 
 def cuts_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
-    """What is minimised, at given cuts: the simulated step, or the largest load for other balances. Infinite where a
-    rank is too full."""
+    """The value that is minimised, at given cuts: the simulated step, or the largest load for other balances. Infinite
+    where a rank is too full."""
     costs = stage_costs(problem, stage_of)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
@@ -156,7 +156,7 @@ class Search:
         balances: an even share of the load."""
         cost, pp = self.problem.cost, self.problem.pp
         if self.problem.balance != "time":
-            return sum(group_loads(cost, self.problem.balance)) / self.problem.stages
+            return floor_seconds(self.problem)
         work, update = sum(g.seconds for g in cost.groups), sum(w.optimizer_seconds for w in cost.weights)
         return max(sum(self.sizes) / pp, max(self.sizes)) * work + update / pp
 
@@ -203,8 +203,10 @@ class Search:
         return weights
 
     def tail(self, position: int, reduce: bool = False, gather: bool = False) -> Numbers:
-        """What ranks take after the pipeline; with what the reduction and the all-gather take more than the passes that
-        hide them.
+        """Weights of the seconds after the pipeline.
+
+        Args:
+            reduce, gather: count the part of that collective that the passes do not hide.
         """
         weights: dict[tuple[int, Quantity], float] = {}
         for s in self.problem.stages_at(position):
@@ -300,9 +302,7 @@ class Search:
 
     def limit(self) -> None:
         """Ask for cuts that are better than the best known by more than the gap."""
-        better = (1 - self.problem.gap) * self.found.seconds
-        if better < self.limit_seconds:
-            self.limit_seconds = better
+        self.limit_seconds = min(self.limit_seconds, (1 - self.problem.gap) * self.found.seconds)
         if self.limit_seconds < float("inf"):
             self.program.lp.addConstraint(self.objective <= self.limit_seconds / self.unit)
 

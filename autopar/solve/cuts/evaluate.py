@@ -134,7 +134,7 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
 
 
 def own_peak_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
-    """As `stage_costs`, but each stage's memory is that of its own peak, not its part at the rank's peak."""
+    """As `stage_costs`, with the memory of each stage at its own peak instead of the rank's."""
     once = stage_costs_unlimited(problem, stage_of)
     if not problem.may_recompute or fullest_bytes(problem, once) <= (problem.capacity_bytes or 0):
         return once

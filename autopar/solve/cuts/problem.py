@@ -118,7 +118,7 @@ class CutProblem:
 
     @cached_property
     def interval_key(self) -> tuple[Hashable, ...]:
-        """What costs of intervals depend on besides the cost graph; see `intervals.intervals_of`."""
+        """Key of the costs of intervals of one cost graph; see `intervals.intervals_of`."""
         return self.has_buckets, self.gradients_come, self.microbatches > 1, self.kept_received
 
     @cached_property

@@ -21,7 +21,7 @@ Expr = pulp.LpAffineExpression
 
 
 class Quantity(Enum):
-    """What a stage contributes to rows. ``AGAIN`` is the forward that its backward runs again; ``SENT`` and
+    """A quantity of a stage that rows weigh. ``AGAIN`` is the forward that its backward runs again; ``SENT`` and
     ``RETURNED`` are messages to and from the next stage; ``REDUCE`` and ``GATHER`` are what the exchange of replicas
     takes more than the pass that hides it, and ``EXPOSED`` what of both is exposed at least. ``STANDING`` and ``HELD``
     are bytes, the latter for each microbatch."""
@@ -250,10 +250,9 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
         several stages a rank by symmetric memory.
     """
     problem, of = way.problem, way.costs
-    cache, size = problem.cost.derived, len(problem.cost.groups)
-    key = ("separable", problem.balance, problem.kept_received, problem.places, problem.has_buckets,
-           problem.gradients_come, problem.microbatches > 1)  # fmt: skip
-    if key not in cache:
+    size = len(problem.cost.groups)
+
+    def additive() -> dict[Quantity, Separable]:
         matrices = {
             Quantity.FORWARD: of.forward_seconds,
             Quantity.BACKWARD: of.backward_seconds,
@@ -264,8 +263,11 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
             Quantity.STANDING: of.weight_bytes + problem.places * of.incoming_bytes,
             Quantity.HELD: way.held_bytes,
         }
-        cache[key] = {quantity: Separable.of(matrix) for quantity, matrix in matrices.items()}
-    found = {(s, q): bound for s in range(problem.stages) for q, bound in cache[key].items()}
+        return {quantity: Separable.of(matrix) for quantity, matrix in matrices.items()}
+
+    key = "separable", problem.balance, problem.places, *problem.interval_key
+    bounds = problem.cost.remember(key, additive)
+    found = {(s, q): bound for s in range(problem.stages) for q, bound in bounds.items()}
     buckets = np.maximum(1.0, of.num_buckets)
     hidden = of.backward_seconds + of.forward_seconds if problem.may_recompute else of.backward_seconds
     exposed = np.maximum(of.reduce_seconds - hidden, of.reduce_seconds / buckets)

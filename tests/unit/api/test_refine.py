@@ -17,6 +17,7 @@ from support.strategy_graphs import RANKS, strategy_graphs, vit_strategies
 
 from autopar.api.planning.costs import PlanCosts
 from autopar.api.planning.refine import refine
+from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, Op, Ref, Value
@@ -48,6 +49,9 @@ class ChoicePrices:
 
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         return self.choice_graph
+
+    def sharing(self, tp: int, dp: int, zero: ZeroStage) -> Sharing:
+        return Sharing(tp, dp, zero)
 
     def floor_seconds(self, tp: int, size: int) -> float:
         return 0.0
