@@ -161,4 +161,5 @@ def _merged_flow(flow: TensorEdge, unit_of: Sequence[int]) -> TensorEdge | None:
 
 
 def _merged_holding(holding: ResidentTensor, unit_of: Sequence[int]) -> ResidentTensor:
-    return replace(holding, groups=tuple(sorted({unit_of[g] for g in holding.groups})), activation=None)
+    # The first one stays first, under every order.
+    return replace(holding, groups=tuple(dict.fromkeys(unit_of[g] for g in holding.groups)), activation=None)

@@ -295,7 +295,7 @@ def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:
     if balance == "flops":
         raw = [group.flops for group in cost.groups]
     for holding in cost.weights:
-        first = min(holding.groups)
+        first = holding.groups[0]
         if balance == "params":
             raw[first] += holding.numel
         elif balance == "uniform" and holding.numel:
