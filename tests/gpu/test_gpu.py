@@ -147,7 +147,9 @@ def test_exception_ends_all_with_its_cause() -> None:
         raise ValueError("no loss today")
 
     x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-    pm = autopar.parallelize(tiny_vit(), 2, x, microbatches=4, loss_fn=broken, optimizer=ADAMW, compile=False)
+    pm = autopar.parallelize(
+        tiny_vit(), 2, x, microbatches=4, schedule="1f1b", loss_fn=broken, optimizer=ADAMW, compile=False
+    )
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"Rank 1 .*1F0.*no loss today"):
         pm.train_step(x, y)
