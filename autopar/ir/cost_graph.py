@@ -30,6 +30,7 @@ class Group:
         segment_bytes: activations that recomputation restores before the group's backward: those of its segment up to
             this group.
         segments: numbers of the checkpoint segments that its operations belong to, the anchor's first.
+        recompute_seconds: part of ``backward_seconds`` that runs the forward again.
         forward_collective_seconds, backward_collective_seconds: time of tensor-parallel collectives.
         symmetric_buffer_bytes: symmetric memory that the group's largest collective needs, 0 where it uses none.
         workspace_bytes: memory that kernels may take while none of the group's other memory is freed yet.
@@ -50,6 +51,7 @@ class Group:
     symmetric_buffer_bytes: int = 0
     workspace_bytes: int = 0
     segments: tuple[int, ...] = (0,)
+    recompute_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -61,14 +63,19 @@ class Group:
         """Number of the anchor's segment."""
         return self.segments[0] if self.segments else NO_SEGMENT
 
-    @property
-    def recomputed(self) -> Group:
-        """The group if its segment recomputes: its backward runs its forward again."""
+    def recomputed(self, counted_bytes: int, restored_before: int) -> Group:
+        """The group if its segment recomputes: its backward runs its forward again.
+
+        Args:
+            counted_bytes: part of ``kept_bytes`` that counts elsewhere.
+            restored_before: part of ``segment_bytes`` that its stage does not restore.
+        """
         return replace(
             self,
             backward_seconds=self.backward_seconds + self.forward_seconds,
-            saved_bytes=self.kept_bytes,
-            transient_bytes=self.transient_bytes + self.segment_bytes,
+            recompute_seconds=self.forward_seconds,
+            saved_bytes=self.kept_bytes - counted_bytes,
+            transient_bytes=self.transient_bytes + self.segment_bytes - restored_before,
             backward_collective_seconds=self.backward_collective_seconds + self.forward_collective_seconds,
         )
 
@@ -144,7 +151,8 @@ class CostGraph:
     The last group is the loss: it has no operations, reads the model's outputs and belongs to the last stage.
     ``colocated`` lists groups that update the same state and must share a stage. ``saved`` are the activations that
     the groups' ``saved_bytes`` leave out: those of several groups, and those of operations in another segment than
-    their group's anchor. ``derived`` keeps what a solver has computed from this graph alone, by a key.
+    their group's anchor. Segments with a number below ``recomputed_below`` recompute. ``derived`` keeps what a solver
+    has computed from this graph alone, by a key, and ``shared`` what it has computed from some of its fields.
     """
 
     model: str
@@ -154,7 +162,9 @@ class CostGraph:
     weights: tuple[ResidentTensor, ...] = ()
     saved: tuple[ResidentTensor, ...] = ()
     colocated: tuple[tuple[int, ...], ...] = ()
+    recomputed_below: int = field(default=0, compare=False)
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    shared: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         n = len(self.groups)
@@ -172,23 +182,54 @@ class CostGraph:
             self.derived[key] = make()
         return self.derived[key]
 
+    def remember_for(self, fields: tuple[str, ...], key: Hashable, make: Callable[[], T]) -> T:
+        """As `remember`, for what depends on some fields alone: graphs that `dataclasses.replace` makes of this one
+        without changing them find it too."""
+        own = tuple(getattr(self, name) for name in fields)
+        place = (key, *map(id, own))
+        if place not in self.shared:
+            self.shared[place] = own, make()  # which keeps the fields, so that their ids stay theirs
+        return self.shared[place][1]
+
+    @property
+    def once(self) -> CostGraph:
+        """The graph without the recomputation of `recomputed_up_to`."""
+        return self.derived.get("once", self)
+
     @property
     def loss(self) -> int:
         """Number of the loss group."""
         return len(self.groups) - 1
 
     @cached_property
+    def segments(self) -> tuple[int, ...]:
+        """Numbers of all segments, in execution order."""
+        return self.segments_on([0] * len(self.groups), 0)
+
+    @property
     def recomputed(self) -> CostGraph:
         """The graph if all segments recompute."""
         return self.recomputed_up_to(1 + max((own for group in self.groups for own in group.segments), default=0))
 
     def recomputed_up_to(self, segment: int) -> CostGraph:
-        """The graph if the segments below a number recompute.
+        """The graph if the segments below a number recompute. ``derived`` keeps it.
 
         Error: ``transient_bytes`` are high on a stage that begins inside a segment, whose earlier part it does not
             restore; `recomputed_on` leaves that part out.
         """
-        return self._recomputed([segment] * len(self.groups), [0] * len(self.groups))
+
+        def made() -> CostGraph:
+            size = len(self.groups)
+            fields = "groups", "edges", "saved"
+            graph = self.remember_for(
+                fields, ("recomputed", segment), lambda: self._recomputed([segment] * size, [0] * size)
+            )
+            parts = {name: getattr(graph, name) for name in fields}
+            graph = replace(self, **parts, recomputed_below=segment)
+            graph.derived["once"] = self
+            return graph
+
+        return self.remember(("recomputed", segment), made)
 
     def recomputed_on(self, stage_of: Sequence[int], levels: Sequence[int]) -> CostGraph:
         """The graph if each stage recomputes its first segments.
@@ -224,22 +265,21 @@ class CostGraph:
             return tuple(g for g in groups if not again[g]) if activation is None else activation.groups(bounds)
 
         for tensor in self.saved:
-            saved.append(replace(tensor, groups=keepers(tensor.groups, tensor.activation)))
+            groups = keepers(tensor.groups, tensor.activation)
+            saved.append(tensor if groups == tensor.groups else replace(tensor, groups=groups))
             entered = tensor.activation.entered_by if tensor.activation is not None else None
             if entered is not None and again[entered.group]:
                 counted[entered.group] += tensor.num_bytes
-        groups = (
-            replace(
-                group.recomputed,
-                saved_bytes=group.kept_bytes - counted[g],
-                transient_bytes=group.transient_bytes + group.segment_bytes - restored_before[g],
-            )
-            if again[g]
-            else group
+        made = (
+            group.recomputed(counted[g], restored_before[g]) if again[g] else group
             for g, group in enumerate(self.groups)
         )
-        edges = (replace(edge, saved_by=keepers(edge.saved_by, edge.activation)) for edge in self.edges)
-        return replace(self, groups=tuple(groups), edges=tuple(edges), saved=tuple(t for t in saved if t.groups))
+        kept_by = (keepers(edge.saved_by, edge.activation) for edge in self.edges)
+        edges = (
+            edge if saved_by == edge.saved_by else replace(edge, saved_by=saved_by)
+            for edge, saved_by in zip(self.edges, kept_by)
+        )
+        return replace(self, groups=tuple(made), edges=tuple(edges), saved=tuple(t for t in saved if t.groups))
 
     @cached_property
     def cut_bytes(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.hardware import Link
-from autopar.solve.cuts.evaluate import load_matrix, objective_seconds, one_way_seconds, own_peak_costs, peak_bytes
+from autopar.solve.cuts.evaluate import load_sums, objective_seconds, one_way_seconds, own_peak_costs, peak_bytes
 from autopar.solve.cuts.intervals import Intervals, Matrix, interval_sums, intervals_of
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
@@ -21,6 +21,8 @@ MAX_FRONTIER, MAX_FRONTIER_STAGES = 64, 512
 FIRST_CEILING = 1.25
 # Slack for rounding in sums of seconds, relative.
 ROUNDING = 1e-9
+# Levels of recomputation that it knows, of the model's segments; what a stage recomputes is decided afterwards.
+MAX_LEVELS = 8
 # Times that the capacity is lowered by the excess of cuts that do not fit after all.
 MAX_LOWERED = 4
 
@@ -67,21 +69,19 @@ class StageIntervals:
         held = self.costs.weight_bytes
         if "tp" in self.problem.peers:
             held = held + self.costs.symmetric_bytes
-        return held + self.problem.places * self.costs.incoming_bytes if self.problem.places else held
+        return held + self.problem.places * self.costs.messages.incoming_bytes if self.problem.places else held
 
     def is_last(self, stage: int) -> bool:
         return stage == self.problem.stages - 1
 
     def memory_bytes(self, stage: int, window: Window) -> Matrix:
-        """Bytes of the intervals of a window on a stage; infinite where forbidden. The capacity is not applied.
+        """Bytes of the intervals of a window on a stage, forbidden ones too. The capacity is not applied.
 
         Error: low by gradients that wait for their bucket or have come in a step's one backward, by messages that the
             fullest rank has more of, and by gradients that several stages send for one tensor.
         """
         held = self.problem.in_flight[stage] * self.held_bytes[window] + self.costs.working.floor[window]
-        held += self.standing_bytes[window] + self.problem.fixed_bytes(stage)
-        held[np.isinf(self.times(stage).stage_seconds[window])] = np.inf
-        return held
+        return held + self.standing_bytes[window] + self.problem.fixed_bytes(stage)
 
     def times(self, stage: int) -> StageTimes:
         """Times of every interval on a stage."""
@@ -99,7 +99,7 @@ class StageIntervals:
         pairs = zip(self.costs.forward_bytes, self.costs.backward_bytes)
         transfer = np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
         forbidden = self._forbidden(stage)
-        seconds = load_matrix(self.problem) + o.transfer * transfer[:, None]
+        seconds = load_sums(self.problem).matrix + o.transfer * transfer[:, None]
         added = o.total * seconds + o.traffic * transfer[:, None]
         return StageTimes(np.where(forbidden, np.inf, seconds), np.where(forbidden, np.inf, added))
 
@@ -123,10 +123,17 @@ def stage_intervals(problem: CutProblem) -> StageIntervals:
 
 @dataclass(frozen=True)
 class FeasibleIntervals:
-    """Intervals that fit the capacity, by stage; an interval recomputes only if it does not fit otherwise."""
+    """Intervals that fit the capacity, by stage; an interval recomputes only as much as it takes to fit.
 
-    plain: StageIntervals
-    recomputed: StageIntervals | None
+    Args:
+        ways: without recomputation, and with ever more of it.
+    """
+
+    ways: Sequence[StageIntervals]
+
+    @property
+    def plain(self) -> StageIntervals:
+        return self.ways[0]
 
     def fits(self, ways: StageIntervals, stage: int, window: Window) -> NDArray[np.bool_]:
         """Whether the intervals of a window fit on a stage that recomputes or not. Stages of one rank share its
@@ -137,20 +144,18 @@ class FeasibleIntervals:
 
     def times(self, stage: int, window: Window) -> StageTimes:
         """Times of the intervals of a window on a stage; infinite where they do not fit."""
-        once = self.plain.times(stage).at(window)
-        if self.plain.problem.capacity_bytes is None:
-            return once
+        found, problem = self.plain.times(stage).at(window), self.plain.problem
+        if problem.capacity_bytes is None:
+            return found
         fits = self.fits(self.plain, stage, window)
-        if self.recomputed is not None:
-            again, fits_again = self.recomputed.times(stage).at(window), self.fits(self.recomputed, stage, window)
-            once = StageTimes(
-                *(
-                    np.where(fits, a, b)
-                    for a, b in ((once.stage_seconds, again.stage_seconds), (once.added_seconds, again.added_seconds))
-                )
-            )
-            fits |= fits_again
-        return StageTimes(np.where(fits, once.stage_seconds, np.inf), np.where(fits, once.added_seconds, np.inf))
+        for way in self.ways[1:]:
+            if fits.all():
+                break
+            more = self.fits(way, stage, window) & ~fits
+            again = more * way.costs.recompute_seconds.within(window) * (problem.balance == "time")
+            found = StageTimes(found.stage_seconds + again, found.added_seconds + objective_of(problem).total * again)
+            fits |= more
+        return StageTimes(np.where(fits, found.stage_seconds, np.inf), np.where(fits, found.added_seconds, np.inf))
 
     def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
         """Stage and added seconds of one interval."""
@@ -159,8 +164,7 @@ class FeasibleIntervals:
 
     def within(self, stage: int, ceiling: float) -> NDArray[np.bool_]:
         """Intervals that take at most as long as a ceiling on a stage, whether they fit or not."""
-        allowed = self.plain.times(stage).stage_seconds <= ceiling
-        return allowed if self.recomputed is None else allowed | (self.recomputed.times(stage).stage_seconds <= ceiling)
+        return self.plain.times(stage).stage_seconds <= ceiling
 
     def windows(self, ceiling: float) -> list[Window]:
         """For each stage, a window of cuts that holds all intervals on paths whose stages take at most as long as a
@@ -213,9 +217,12 @@ def reach(allowed: NDArray[np.bool_]) -> Reach:
 
 def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
     """Intervals that fit on each stage."""
-    return FeasibleIntervals(
-        stage_intervals(problem), stage_intervals(problem.recomputing) if problem.may_recompute else None
-    )
+    ways = [problem]
+    if problem.may_recompute:
+        segments = problem.cost.segments
+        step = -(-len(segments) // MAX_LEVELS) or 1
+        ways += [problem.recomputing_below(bound) for bound in segments[step::step]] + [problem.recomputing]
+    return FeasibleIntervals([stage_intervals(way) for way in ways])
 
 
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
@@ -230,6 +237,9 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     if problem.stages > problem.cost.loss:
         return None
     limit = problem.capacity_bytes
+    if problem.stages == 1:
+        whole = _stage_of((), problem)
+        return whole if limit is None or peak_bytes(problem, whole) <= limit else None
     if limit is None:
         return _cheapest(problem)
     if problem.chunks > 1:
@@ -319,12 +329,15 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The contiguous cuts whose fullest stage is emptiest, or None where the pins allow none."""
     if problem.stages > problem.cost.loss:
         return None
+    if problem.stages == 1:
+        return _stage_of((), problem)
     ways = [stage_intervals(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
 
     def memory_bytes(s: int, window: Window) -> Matrix:
-        return np.minimum.reduce([way.memory_bytes(s, window) for way in ways]) / problem.capacity_share(s)
+        least = np.minimum.reduce([way.memory_bytes(s, window) for way in ways]) / problem.capacity_share(s)
+        return np.where(np.isinf(ways[0].times(s).at(window).stage_seconds), np.inf, least)
 
-    cuts = _partition(FeasibleIntervals(ways[0], None).windows(np.inf), memory_bytes, np.maximum)
+    cuts = _partition(FeasibleIntervals(ways[:1]).windows(np.inf), memory_bytes, np.maximum)
     return None if cuts is None else _stage_of(cuts, problem)
 
 

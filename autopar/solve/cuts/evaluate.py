@@ -10,7 +10,7 @@ from operator import mul
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.buffers import buffer_bytes
-from autopar.solve.cuts.intervals import Matrix, interval_sums, intervals_of, is_ascending
+from autopar.solve.cuts.intervals import Sums, intervals_of, is_ascending
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
@@ -22,7 +22,8 @@ class StageCost:
     Compute with its collectives, transfers and ``saved_bytes`` are per microbatch; optimizer and reduction are per
     step. ``weight_bytes`` includes optimizer state and gradients, except for gradients that the step's only backward
     allocates: these are in ``transient_bytes``. ``buffer_bytes`` are a step's inputs and symmetric buffers.
-    ``num_buckets`` counts the gradient buckets that replicas reduce.
+    ``num_buckets`` counts the gradient buckets that replicas reduce. The stage's segments with a number below
+    ``recomputed_below`` recompute, which takes ``recompute_seconds`` of the backward.
     """
 
     forward_seconds: float
@@ -40,14 +41,10 @@ class StageCost:
     received_bytes: int
     transient_bytes: int
     in_flight: int
-    recomputed: bool = False
+    recomputed_below: int = 0
+    recompute_seconds: float = 0.0
     sent_bytes: int = 0
     buffer_bytes: int = 0
-
-    @property
-    def recompute_seconds(self) -> float:
-        """Part of the backward that runs the forward again."""
-        return self.forward_seconds if self.recomputed else 0.0
 
     @property
     def seconds(self) -> float:
@@ -128,7 +125,7 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
     """The cost of every stage under the given assignment of groups to stages.
 
     With ``recompute`` "auto", stages recompute that do not fit otherwise and need less memory then; of a rank's stages,
-    those that save most come first.
+    those that save most come first. The last of them recomputes no more of its segments than it takes to fit.
     """
     return at_peak(problem, own_peak_costs(problem, stage_of))
 
@@ -142,10 +139,36 @@ def own_peak_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageC
     found, saving = list(once), [a.memory_bytes - b.memory_bytes for a, b in zip(once, again)]
     for position in range(problem.pp):
         for s in sorted(problem.stages_at(position), key=lambda s: -saving[s]):
-            if saving[s] <= 0 or rank_bytes(problem, found, position) <= (problem.capacity_bytes or 0):
+            if saving[s] <= 0 or has_room(problem, found, position):
                 break
             found[s] = again[s]
+            if has_room(problem, found, position):
+                found[s] = least_recomputed(problem, stage_of, found, s)
     return tuple(found)
+
+
+def least_recomputed(problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost], stage: int) -> StageCost:
+    """The cost of a stage that recomputes the fewest of its first segments with which its rank fits.
+
+    Args:
+        costs: of all stages; they fit with this one recomputing all of its segments.
+    """
+    segments, found = problem.cost.segments_on(stage_of, stage), list(costs)
+    low, high, best = 0, len(segments), costs[stage]
+    while high - low > 1:
+        middle = (low + high) // 2
+        own = stage_costs_unlimited(problem.recomputing_below(segments[middle - 1] + 1), stage_of)
+        found[stage] = own[stage]
+        if has_room(problem, found, stage % problem.pp):
+            high, best = middle, found[stage]
+        else:
+            low = middle
+    return best
+
+
+def has_room(problem: CutProblem, costs: Sequence[StageCost], position: int) -> bool:
+    """Whether the rank at a position is within its capacity."""
+    return rank_bytes(problem, costs, position) <= (problem.capacity_bytes or 0)
 
 
 def rank_costs(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[RankCost, ...]:
@@ -206,7 +229,7 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
     travels straight past them). It is also high where peers are known to have received what they were sent (with two
     ranks a third of it stays, with four all).
     """
-    if is_contiguous(problem, stage_of):
+    if problem.stages > 1 and is_contiguous(problem, stage_of):
         return interval_costs(problem, stage_of)
     return assignment_costs(problem, stage_of)
 
@@ -246,7 +269,7 @@ def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buf
         forward_seconds=forward,
         backward_seconds=backward,
         collective_seconds=float(of.collective_seconds[at]),
-        load_seconds=forward + backward if problem.balance == "time" else float(load_matrix(problem)[at]),
+        load_seconds=forward + backward if problem.balance == "time" else float(load_sums(problem)[at]),
         transfer_seconds=sum(one_way_seconds(n, problem.boundary[stage]) for n in crossing),
         optimizer_seconds=float(of.optimizer_seconds[at]),
         reduce_seconds=float(of.reduce_seconds[at]),
@@ -260,18 +283,15 @@ def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buf
         transient_bytes=of.working.num_bytes(begin, end),
         buffer_bytes=num_buffered,
         in_flight=problem.in_flight[stage],
-        recomputed=problem.recompute == "all",
+        recomputed_below=problem.cost.recomputed_below,
+        recompute_seconds=float(of.recompute_seconds[at]),
     )
 
 
-def load_matrix(problem: CutProblem) -> Matrix:
+def load_sums(problem: CutProblem) -> Sums:
     """Load of every interval by the problem's balance, second."""
-
-    def made() -> Matrix:
-        loads = group_loads(problem.cost, problem.balance)
-        return interval_sums(len(loads), ((x, (g,)) for g, x in enumerate(loads)))
-
-    return problem.cost.remember(("load", problem.balance), made)
+    key = "load", problem.balance
+    return problem.cost.remember(key, lambda: Sums.of(group_loads(problem.cost, problem.balance)))
 
 
 def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
@@ -327,7 +347,8 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
             transient_bytes=working_bytes(problem, members[s], held[s]),
             buffer_bytes=buffers[s],
             in_flight=problem.in_flight[s],
-            recomputed=problem.recompute == "all",
+            recomputed_below=cost.recomputed_below,
+            recompute_seconds=sum(cost.groups[g].recompute_seconds for g in members[s]),
         )
         for s in stages
     )

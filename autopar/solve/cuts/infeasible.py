@@ -111,7 +111,7 @@ def memory_argument(num_bytes: int) -> str:
 def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tuple[Part, ...]:
     """Parts of a stage's memory; for the activations also the block with most of them."""
     own = stage_costs(problem, stage_of)[stage]
-    cost = problem.recomputing.cost if own.recomputed and problem.may_recompute else problem.cost
+    cost = problem.recomputing_below(own.recomputed_below).cost if own.recomputed_below else problem.cost
     blocks: Counter[str] = Counter()
     for group, s in zip(cost.groups, stage_of):
         if s == stage:
@@ -122,7 +122,7 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
             blocks[block_of(cost.groups[min(inside)])] += own.in_flight * holding.num_bytes
     block, most = blocks.most_common(1)[0]
     saved, received, sent = (own.in_flight * n for n in (own.saved_bytes, own.received_bytes, own.sent_bytes))
-    working = "a recomputed segment and " * own.recomputed + "the working set of one operation"
+    working = "a recomputed segment and " * (own.recomputed_below > 0) + "the working set of one operation"
     standing = "weights with gradients and optimizer state"
     if problem.gradients_come:
         working, standing = f"{working} and gradients", "weights with optimizer state"

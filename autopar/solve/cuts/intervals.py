@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import le
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,93 +51,204 @@ def interval_sums(
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Sums over intervals of what every group adds by itself: element [j, i] as in a matrix."""
+
+    until: Vector
+
+    @classmethod
+    def of(cls, amounts: Sequence[float]) -> Sums:
+        """Sums of so much of each group.
+
+        Amounts are rounded to 2⁻⁵⁰ of their sum, so that all sums are exact and equal intervals equal.
+        """
+        quantum = np.ldexp(1.0, np.frexp(sum(amounts))[1] - 50)
+        return cls(quantum * np.cumsum(np.round(np.array([0.0, *amounts]) / quantum)))
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        end, begin = at
+        return self.until[end] - self.until[begin]
+
+    def within(self, window: tuple[slice, slice]) -> Matrix:
+        """Those whose ends and begins lie in a window; elements with j < i mean nothing."""
+        ends, begins = window
+        return self.until[ends, None] - self.until[None, begins]
+
+    @property
+    def matrix(self) -> Matrix:
+        """All of them."""
+        return self.within((slice(None), slice(None)))
+
+
+@dataclass(frozen=True)
 class Intervals:
-    """Costs of all intervals of one cost graph. Fields as in `StageCost`; bytes and seconds of one microbatch, but for
-    the weights'.
+    """Costs of all intervals of one cost graph, made as they are asked for. Fields as in `StageCost`; bytes and seconds
+    of one microbatch, but for the weights'.
+
+    Graphs with the same groups and edges, or with the same weights, share what depends on those alone.
+    """
+
+    problem: CutProblem
+
+    def group_sums(self, *amounts: str) -> Sums:
+        """Sums of what every group adds."""
+        return Sums.of([sum(getattr(group, name) for name in amounts) for group in self.problem.cost.groups])
+
+    def weight_sums(self, amount: str) -> Matrix:
+        """Sums over weights, of which several groups of an interval may read one."""
+        cost = self.problem.cost
+
+        def made() -> Matrix:
+            return interval_sums(len(cost.groups), ((getattr(w, amount), w.groups) for w in cost.weights))
+
+        return cost.remember_for(("weights",), amount, made)
+
+    @cached_property
+    def forward_seconds(self) -> Sums:
+        return self.group_sums("forward_seconds")
+
+    @cached_property
+    def backward_seconds(self) -> Sums:
+        return self.group_sums("backward_seconds")
+
+    @cached_property
+    def recompute_seconds(self) -> Sums:
+        return self.group_sums("recompute_seconds")
+
+    @cached_property
+    def collective_seconds(self) -> Sums:
+        return self.group_sums("forward_collective_seconds", "backward_collective_seconds")
+
+    @property
+    def optimizer_seconds(self) -> Matrix:
+        return self.weight_sums("optimizer_seconds")
+
+    @property
+    def reduce_seconds(self) -> Matrix:
+        return self.weight_sums("reduce_seconds")
+
+    @property
+    def gather_seconds(self) -> Matrix:
+        return self.weight_sums("gather_seconds")
+
+    @property
+    def contention_seconds(self) -> Matrix:
+        return self.weight_sums("contention_seconds")
+
+    @property
+    def num_buckets(self) -> Matrix:
+        return self.weight_sums("num_buckets")
+
+    @cached_property
+    def weight_bytes(self) -> Matrix:
+        """Bytes of weights that are allocated before the step's last backward."""
+        held = self.weight_sums("num_bytes")
+        return held - self.weight_sums("gradient_bytes") if self.problem.gradients_come else held
+
+    @cached_property
+    def all_saved_bytes(self) -> Matrix:
+        """Bytes that an interval saves for the backward of a microbatch, received tensors included."""
+        cost = self.problem.cost
+
+        def made() -> Matrix:
+            shared = interval_sums(len(cost.groups), ((a.num_bytes, a.groups) for a in cost.saved))
+            return self.group_sums("saved_bytes").matrix + shared
+
+        return cost.remember_for(("groups", "saved"), "saved", made)
+
+    @cached_property
+    def saved_bytes(self) -> Matrix:
+        cost = self.problem.cost
+
+        def received_too() -> Matrix:
+            saving = [edge for edge in cost.edges if edge.saved_by]
+            again = ((edge.num_bytes, [g for g in edge.saved_by if g > edge.producer]) for edge in saving)
+            return interval_sums(len(cost.groups), again, [edge.producer for edge in saving])
+
+        return self.all_saved_bytes - cost.remember_for(("edges",), "received too", received_too)
+
+    @cached_property
+    def working(self) -> WorkingSets:
+        cost = self.problem.cost
+        return WorkingSets(
+            self.problem,
+            self.all_saved_bytes,
+            cost.remember_for(("groups", "saved"), "floor", lambda: working_floor(cost, self.all_saved_bytes)),
+            np.array([group.transient_bytes for group in cost.groups], float),
+            self.weight_sums("flattened_grad_bytes"),
+            cost.remember_for(("weights",), ("pending", *self.problem.interval_key), dict),
+        )
+
+    @property
+    def symmetric_bytes(self) -> Matrix:
+        sizes = [group.symmetric_buffer_bytes for group in self.problem.cost.groups]
+        return self.problem.cost.remember_for(("groups",), "symmetric", lambda: running_max(sizes))
+
+    @cached_property
+    def messages(self) -> Messages:
+        """What crosses cuts, which recomputation does not change."""
+        cost = self.problem.cost.once
+        return cost.remember_for(("edges",), "messages", lambda: Messages.of(cost))
+
+    @property
+    def forward_bytes(self) -> Vector:
+        """Bytes that cross a cut, by its position."""
+        return self.messages.forward_bytes
+
+    @property
+    def backward_bytes(self) -> Vector:
+        """Bytes of gradients that cross a cut, by its position."""
+        return self.messages.backward_bytes
+
+    @property
+    def received_bytes(self) -> Vector:
+        """Of a stage that begins at a cut, by its position."""
+        return self.problem.kept_received * self.forward_bytes
+
+    @cached_property
+    def sent_bytes(self) -> Vector:
+        """Of a stage that ends at a cut, by its position."""
+        size = len(self.problem.cost.groups)
+        sent = np.zeros(size + 1)
+        for edge in self.problem.cost.edges:
+            sent[edge.producer + 1 : min(max(edge.consumers), *edge.saved_by[:1], size) + 1] += edge.num_bytes
+        return sent
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What crosses cuts between groups.
 
     Args:
-        received_bytes, sent_bytes: of a stage that begins or ends at a cut, by the cut's position.
         forward_bytes, backward_bytes: bytes that cross a cut, by its position.
         incoming_bytes: messages to an interval where peers write them; the gradient of a tensor counts once, however
             many stages send it.
         crossing: edges that cross each cut.
     """
 
-    forward_seconds: Matrix
-    backward_seconds: Matrix
-    collective_seconds: Matrix
-    optimizer_seconds: Matrix
-    reduce_seconds: Matrix
-    gather_seconds: Matrix
-    contention_seconds: Matrix
-    num_buckets: Matrix
-    weight_bytes: Matrix
-    saved_bytes: Matrix
-    working: WorkingSets
-    symmetric_bytes: Matrix
-    received_bytes: Vector
-    sent_bytes: Vector
     forward_bytes: Vector
     backward_bytes: Vector
     incoming_bytes: Matrix
     crossing: tuple[tuple[TensorEdge, ...], ...]
 
+    @classmethod
+    def of(cls, cost: CostGraph) -> Messages:
+        """The messages of a cost graph."""
+        size = len(cost.groups)
+        forward, backward = np.zeros(size + 1), np.zeros(size + 1)
+        crossing: list[list[TensorEdge]] = [[] for _ in range(size + 1)]
+        for edge in cost.edges:
+            cuts = range(edge.producer + 1, max(edge.consumers) + 1)
+            forward[cuts.start : cuts.stop] += edge.num_bytes
+            backward[cuts.start : cuts.stop] += edge.num_bytes * edge.requires_grad
+            for cut in cuts:
+                crossing[cut].append(edge)
+        return cls(forward, backward, incoming_matrix(cost), tuple(map(tuple, crossing)))
+
 
 def intervals_of(problem: CutProblem) -> Intervals:
     """Costs of all intervals; made once for a cost graph and what of the problem they depend on."""
-    return problem.cost.remember(("intervals", *problem.interval_key), lambda: make_intervals(problem))
-
-
-def make_intervals(problem: CutProblem) -> Intervals:
-    """As `intervals_of`, without a cache."""
-    cost, size = problem.cost, len(problem.cost.groups)
-
-    def groups(amount: str) -> Matrix:
-        return interval_sums(size, ((getattr(group, amount), (g,)) for g, group in enumerate(cost.groups)))
-
-    def weights(amount: str) -> Matrix:
-        return interval_sums(size, ((getattr(weight, amount), weight.groups) for weight in cost.weights))
-
-    saved = groups("saved_bytes") + interval_sums(size, ((a.num_bytes, a.groups) for a in cost.saved))
-    saving = [edge for edge in cost.edges if edge.saved_by]
-    again = ((edge.num_bytes, [g for g in edge.saved_by if g > edge.producer]) for edge in saving)
-    received_too = interval_sums(size, again, [edge.producer for edge in saving])
-    forward, backward, sent = np.zeros(size + 1), np.zeros(size + 1), np.zeros(size + 1)
-    crossing: list[list[TensorEdge]] = [[] for _ in range(size + 1)]
-    for edge in cost.edges:
-        last = max(edge.consumers)
-        forward[edge.producer + 1 : last + 1] += edge.num_bytes
-        backward[edge.producer + 1 : last + 1] += edge.num_bytes * edge.requires_grad
-        sent[edge.producer + 1 : min(last, *edge.saved_by[:1], size) + 1] += edge.num_bytes
-        for cut in range(edge.producer + 1, last + 1):
-            crossing[cut].append(edge)
-    return Intervals(
-        forward_seconds=groups("forward_seconds"),
-        backward_seconds=groups("backward_seconds"),
-        collective_seconds=groups("forward_collective_seconds") + groups("backward_collective_seconds"),
-        optimizer_seconds=weights("optimizer_seconds"),
-        reduce_seconds=weights("reduce_seconds"),
-        gather_seconds=weights("gather_seconds"),
-        contention_seconds=weights("contention_seconds"),
-        num_buckets=weights("num_buckets"),
-        weight_bytes=interval_sums(size, ((problem.standing_bytes(w), w.groups) for w in cost.weights)),
-        saved_bytes=saved - received_too,
-        working=WorkingSets(
-            problem,
-            saved,
-            working_floor(cost, saved),
-            np.array([group.transient_bytes for group in cost.groups], float),
-            interval_sums(size, ((w.flattened_grad_bytes, w.groups) for w in cost.weights)),
-            {},
-        ),
-        symmetric_bytes=running_max([group.symmetric_buffer_bytes for group in cost.groups]),
-        received_bytes=problem.kept_received * forward,
-        sent_bytes=sent,
-        forward_bytes=forward,
-        backward_bytes=backward,
-        incoming_bytes=incoming_matrix(cost),
-        crossing=tuple(map(tuple, crossing)),
-    )
+    return problem.cost.remember(("intervals", *problem.interval_key), lambda: Intervals(problem))
 
 
 def is_ascending(stage_of: Sequence[int]) -> bool:
@@ -149,7 +261,7 @@ def leaving_edges(problem: CutProblem, stage_of: Sequence[int]) -> Iterator[Tens
     if not is_ascending(stage_of):
         yield from (e for e in problem.cost.edges if {stage_of[c] for c in e.consumers} != {stage_of[e.producer]})
         return
-    crossing, begin = intervals_of(problem).crossing, 0
+    crossing, begin = intervals_of(problem).messages.crossing, 0
     for s in range(problem.stages - 1):
         end = bisect_right(stage_of, s)
         yield from (edge for edge in crossing[end] if edge.producer >= begin)

@@ -87,6 +87,7 @@ def merged_costs(cost: CostGraph, order: Order, pins: Mapping[int, int]) -> tupl
         edges=tuple(f for flow in cost.edges if (f := _merged_flow(flow, unit_of)) is not None),
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
+        recomputed_below=cost.recomputed_below,
     )
     return merged, tuple(unit_of)
 
@@ -147,6 +148,7 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         symmetric_buffer_bytes=max(g.symmetric_buffer_bytes for g in groups),
         workspace_bytes=max(g.workspace_bytes for g in groups),
         segments=tuple(dict.fromkeys(own for g in groups for own in g.segments)),
+        recompute_seconds=sum(g.recompute_seconds for g in groups),
     )
 
 

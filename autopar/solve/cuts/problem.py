@@ -90,8 +90,8 @@ class CutProblem:
     stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` is the ZeRO stage, ``reduce_dtype`` the
     dtype in which gradients travel between replicas.
 
-    With ``recompute`` "auto" a stage recomputes if it does not fit otherwise. With "all" every stage does, and ``cost``
-    includes it.
+    With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes to fit. With "all" ``cost``
+    says which segments recompute.
     """
 
     cost: CostGraph
@@ -125,7 +125,7 @@ class CutProblem:
     def stage_costs(self) -> dict[tuple[int, int, int, int], Any]:
         """Costs of intervals that were asked for, by stage, first group, end and buffers; see
         `evaluate.interval_costs`. Problems that differ in nothing that these depend on share them."""
-        own = self.interval_key, self.boundary, self.in_flight, self.balance, self.recompute == "all"
+        own = self.interval_key, self.boundary, self.in_flight, self.balance
         return self.cost.remember(("stage costs", *own), dict)
 
     @cached_property
@@ -133,10 +133,14 @@ class CutProblem:
         """Links between stages that were asked for."""
         return {}
 
-    @cached_property
+    @property
     def recomputing(self) -> CutProblem:
         """This problem with every stage recomputing."""
         return replace(self, cost=self.cost.recomputed, recompute="all")
+
+    def recomputing_below(self, segment: int) -> CutProblem:
+        """This problem with the segments below a number recomputing, on every stage."""
+        return replace(self, cost=self.cost.recomputed_up_to(segment), recompute="all")
 
     @property
     def pp(self) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autopar.solve.backend import Outcome, SolverName, run, value_of
 from autopar.solve.cuts.dynamic_programme import StageIntervals, stage_intervals
-from autopar.solve.cuts.evaluate import load_matrix, one_way_seconds
+from autopar.solve.cuts.evaluate import load_sums, one_way_seconds
 from autopar.solve.cuts.intervals import Matrix, Vector
 from autopar.solve.cuts.problem import CutProblem
 
@@ -222,7 +222,7 @@ def fits_alone(way: StageIntervals, stage: int, windows: Windows) -> NDArray[np.
     capacity = problem.capacity_bytes or np.inf
     need = way.standing_bytes + held * way.held_bytes + problem.fixed_bytes(stage)
     if problem.places and problem.chunks == 1:
-        own, others = way.costs.incoming_bytes, np.zeros_like(need)
+        own, others = way.costs.messages.incoming_bytes, np.zeros_like(need)
         if stage < problem.stages - 1:
             sent, _ = next_stage_bytes(problem, last[stage], first[stage + 2])
             others = np.maximum(others, sent[:, None])
@@ -251,16 +251,17 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
     """
     problem, of = way.problem, way.costs
     size = len(problem.cost.groups)
+    forward, backward = of.forward_seconds.matrix, of.backward_seconds.matrix
 
     def additive() -> dict[Quantity, Separable]:
         matrices = {
-            Quantity.FORWARD: of.forward_seconds,
-            Quantity.BACKWARD: of.backward_seconds,
+            Quantity.FORWARD: forward,
+            Quantity.BACKWARD: backward,
             Quantity.UPDATE: of.optimizer_seconds + of.contention_seconds,
-            Quantity.REDUCE: of.reduce_seconds - of.backward_seconds,
-            Quantity.GATHER: of.gather_seconds - of.forward_seconds,
-            Quantity.LOAD: load_matrix(problem),
-            Quantity.STANDING: of.weight_bytes + problem.places * of.incoming_bytes,
+            Quantity.REDUCE: of.reduce_seconds - backward,
+            Quantity.GATHER: of.gather_seconds - forward,
+            Quantity.LOAD: load_sums(problem).matrix,
+            Quantity.STANDING: of.weight_bytes + problem.places * of.messages.incoming_bytes,
             Quantity.HELD: way.held_bytes,
         }
         return {quantity: Separable.of(matrix) for quantity, matrix in matrices.items()}
@@ -269,9 +270,9 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
     bounds = problem.cost.remember(key, additive)
     found = {(s, q): bound for s in range(problem.stages) for q, bound in bounds.items()}
     buckets = np.maximum(1.0, of.num_buckets)
-    hidden = of.backward_seconds + of.forward_seconds if problem.may_recompute else of.backward_seconds
+    hidden = backward + forward if problem.may_recompute else backward
     exposed = np.maximum(of.reduce_seconds - hidden, of.reduce_seconds / buckets)
-    exposed += np.maximum(of.gather_seconds - of.forward_seconds, of.gather_seconds / buckets)
+    exposed += np.maximum(of.gather_seconds - forward, of.gather_seconds / buckets)
     first, last = windows
     for s in range(problem.stages):
         begins, ends = slice(first[s], last[s] + 1), slice(first[s + 1], last[s + 1] + 1)
@@ -312,15 +313,18 @@ def next_stage_bytes(problem: CutProblem, begun: int, ends: int) -> tuple[Vector
 
 
 def freed_per_second(problem: CutProblem) -> float:
-    """Most bytes of a microbatch that a stage frees by recomputing, for each second of its forward; infinite where one
-    takes no time."""
+    """Most bytes of a microbatch that a stage frees by recomputing, for each second that this takes; infinite where
+    some take none."""
 
     def most() -> float:
-        once, again = stage_intervals(problem), stage_intervals(problem.recomputing)
-        freed, seconds = once.held_bytes - again.held_bytes, once.costs.forward_seconds
-        frees = np.tri(len(freed), k=-1, dtype=bool) & (freed > 0)
-        if (frees & (seconds <= 0)).any():
-            return math.inf
-        return float((freed[frees] / seconds[frees]).max(initial=0.0))
+        once, found = stage_intervals(problem).held_bytes, 0.0
+        for way in (*map(problem.recomputing_below, problem.cost.segments[1:]), problem.recomputing):
+            again = stage_intervals(way)
+            freed, seconds = once - again.held_bytes, again.costs.recompute_seconds.matrix
+            frees = np.tri(len(freed), k=-1, dtype=bool) & (freed > 0)
+            if (frees & (seconds <= 0)).any():
+                return math.inf
+            found = max(found, float((freed[frees] / seconds[frees]).max(initial=0.0)))
+        return found
 
     return problem.cost.remember(("freed per second", *problem.interval_key), most)

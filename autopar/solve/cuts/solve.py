@@ -49,7 +49,9 @@ def solve_cuts(
         own = cuts_seconds(setting, traced.problem, traced.units(cuts))
         if own < seconds:
             seconds, stage_of = own, cuts
-    for number, merged in enumerate(orders):
+    if problem.stages == 1:
+        bound = seconds
+    for number, merged in enumerate(orders if problem.stages > 1 else ()):
         left = problem.time_limit_seconds - (monotonic() - begin)
         found = certify(setting, traced, merged, seconds, name, left / (len(orders) - number))
         if found.stage_of is not None:

@@ -138,7 +138,7 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
 def without_recomputation(setting: Setting, decision: Decision) -> list[Candidate]:
     """Alternative without recomputation, if the decision has any; had it fitted, it would have been chosen."""
     problem = decision.problem
-    if not any(c.recomputed for c in stage_costs(problem, decision.stage_of)):
+    if not any(c.recomputed_below for c in stage_costs(problem, decision.stage_of)):
         return []
     point, cost = point_of(decision), decision.priced.cost
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)

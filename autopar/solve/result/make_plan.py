@@ -20,6 +20,7 @@ from autopar.ir.plan_parts import (
     SolverInfo,
     Stage,
     StageMemory,
+    StageRecompute,
     ZeroStage,
 )
 from autopar.schedule.simulate import scheduled_seconds
@@ -111,7 +112,7 @@ def make_plan(
                 backward_seconds=c.backward_seconds,
                 send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and (dst - s) % problem.pp),
                 peak_bytes=c.memory_bytes,
-                recompute="all" if c.recomputed else "none",
+                recompute=recompute_level(problem, stage_of, s, c.recomputed_below),
                 collective_seconds=c.collective_seconds,
                 optimizer_seconds=c.optimizer_seconds,
                 memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes, c.buffer_bytes),
@@ -152,6 +153,13 @@ def make_plan(
             for (src, dst), num_bytes in sorted(sent.items())
         ),
     )
+
+
+def recompute_level(problem: CutProblem, stage_of: Sequence[int], stage: int, below: int) -> StageRecompute:
+    """The recomputation of a stage whose segments with a number below the given one recompute."""
+    segments = problem.cost.segments_on(stage_of, stage)
+    count = sum(own < below for own in segments)
+    return count if 0 < count < len(segments) else "all" if below else "none"
 
 
 def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRanges:

@@ -78,7 +78,7 @@ class Candidate:
     @property
     def recomputes(self) -> bool:
         """Whether any stage recomputes."""
-        return self.stage_of is not None and any(c.recomputed for c in stage_costs(self.problem, self.stage_of))
+        return self.stage_of is not None and any(c.recomputed_below for c in stage_costs(self.problem, self.stage_of))
 
     @property
     def decision(self) -> Decision:
