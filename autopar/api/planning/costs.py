@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import log2
 from typing import Any
@@ -117,7 +118,7 @@ class PlanCosts:
             strategies=sharded.strategies,
             storage=sharded.storage,
             strategy_index=strategy_index,
-            blocks=self.blocks(tp, size, strategy_index),
+            blocks=partial(self.blocks, tp, size, strategy_index),
             notes=sharding_limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
 
@@ -161,8 +162,8 @@ class PlanCosts:
 
     def blocks(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """As `sharded`, in words: the sharding of each kind of block, for the printed plan."""
-        own, key = self.sharded(tp, size, strategy_index), ("blocks", tp, size, strategy_index)
-        return self.memoized(key, block_shardings, self.pricing(tp, size), own.graph, own.storage)
+        own = self.sharded(tp, size, strategy_index)
+        return block_shardings(self.pricing(tp, size), own.graph, own.storage)
 
     def shard(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The model sharded by strategy labels of its operations."""

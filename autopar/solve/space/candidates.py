@@ -320,10 +320,12 @@ def evaluate_cuts(
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
-    if problem.stages > 1 and step_time(setting, merged.problem, units).seconds < near_seconds:
-        units = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
-    stage_of = merged.expand(units)
-    return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
+    step = step_time(setting, problem, merged.expand(units))
+    if problem.stages > 1 and step.seconds < near_seconds:
+        moved = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
+        if moved != units:
+            units, step = moved, step_time(setting, problem, merged.expand(moved))
+    return Candidate(point, problem, priced, merged.expand(units), step)
 
 
 def does_not_fit(num_bytes: int) -> str:
