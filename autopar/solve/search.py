@@ -162,10 +162,18 @@ def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResu
     found: dict[Mesh, list[Candidate]] = {}
     refused = dict(meshes.refused)
     best = float("inf")
-    starts = {mesh: min(map(bounds.seconds, enumerate_points(setting, mesh))) for mesh in meshes.allowed}
-    for mesh in sorted(starts, key=lambda mesh: starts[mesh]):
+    points = {mesh: list(enumerate_points(setting, mesh)) for mesh in meshes.allowed}
+    starts = {mesh: min(map(bounds.seconds, points[mesh])) for mesh in points}
+    while starts:
+        mesh = min(starts, key=starts.__getitem__)
         if starts[mesh] >= bounds.limit(best) and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
             break
+        bounds.tighten(min(points[mesh], key=bounds.seconds))
+        proven = min(map(bounds.seconds, points[mesh]))
+        if proven > starts[mesh]:
+            starts[mesh] = proven
+            continue
+        del starts[mesh]
         if problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
             continue
@@ -197,7 +205,8 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
     wants_zero2: set[Pipeline] = set()  # where ZeRO-1 does not fit, or only with recomputation
     for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
-        if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
+        limit = bounds.limit(min(best, ceiling_seconds)) if best < float("inf") else best
+        if bounds.seconds(point) >= limit:
             break
         if point.zero == 2 and setting.constraints.zero is None and point.pipeline not in wants_zero2:
             continue  # as fast as ZeRO-1, which needs more memory
@@ -206,7 +215,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
-        candidate = evaluate(setting, bounds, point, bounds.limit(best), min(best, ceiling_seconds))
+        candidate = evaluate(setting, bounds, point, limit, min(best, ceiling_seconds))
         if candidate is None:
             continue
         found.append(candidate)

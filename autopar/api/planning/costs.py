@@ -76,7 +76,11 @@ class PlanCosts:
 
         Error: an estimate, not a bound, if operations were measured in another configuration.
         """
-        return sum(group.seconds for group in self.unsharded_costs(size).groups) / tp
+        return self.unsharded_seconds(size) / tp
+
+    def unsharded_seconds(self, size: int) -> float:
+        """Seconds of one microbatch on one device."""
+        return self.memoized(("seconds", size), lambda: sum(g.seconds for g in self.unsharded_costs(size).groups))
 
     def priced(
         self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
@@ -95,7 +99,7 @@ class PlanCosts:
     def bound_seconds(self, tp: int, size: int) -> float:
         """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return sum(group.seconds for group in self.unsharded_costs(size).groups)
+            return self.unsharded_seconds(size)
         return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
 
     def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
