@@ -204,10 +204,10 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     best = float("inf")
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
     wants_zero2: set[Pipeline] = set()  # where ZeRO-1 does not fit, or only with recomputation
-    for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
+    for point in sorted(enumerate_points(setting, mesh), key=bounds.expected_seconds):
         limit = bounds.limit(min(best, ceiling_seconds)) if best < float("inf") else best
         if bounds.seconds(point) >= limit:
-            break
+            continue
         if point.zero == 2 and setting.constraints.zero is None and point.pipeline not in wants_zero2:
             continue  # as fast as ZeRO-1, which needs more memory
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they

@@ -16,7 +16,7 @@ from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_c
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import Merged, merge
-from autopar.solve.cuts.problem import Axis, CutProblem, Priced
+from autopar.solve.cuts.problem import Axis, CutProblem, Priced, slowest_count
 from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
 from autopar.solve.space.constraints import Constraints, boundary_links, microbatch_candidates, pinned_groups
 
@@ -110,9 +110,18 @@ class LowerBounds:
 
     def seconds(self, point: Point) -> float:
         """Lower bound of the point's step that is known without pricing it."""
+        return pipeline_floor(self.setting, point, self.microbatch_seconds(point), 0.0)
+
+    def expected_seconds(self, point: Point) -> float:
+        """The point's step if all stages take equally long, without its update: no bound with several stages a rank."""
+        microbatches = self.setting.constraints.batch / point.mesh.dp / microbatch_samples(self.setting, point)
+        slowest = slowest_count(microbatches, point.mesh.pp, point.pipeline.chunks)
+        return (slowest / point.stages + 1) * self.microbatch_seconds(point)
+
+    def microbatch_seconds(self, point: Point) -> float:
+        """Lower bound of the time of one microbatch on all stages."""
         tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
-        total = self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
-        return pipeline_floor(self.setting, point, total, 0.0)
+        return self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
 
     def tighten(self, point: Point) -> float:
         """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
