@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph
@@ -204,9 +205,15 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
     best = float("inf")
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
     wants_zero2: set[Pipeline] = set()  # where ZeRO-1 does not fit, or only with recomputation
-    for point in sorted(enumerate_points(setting, mesh), key=bounds.expected_seconds):
+    waiting = [(bounds.expected_seconds(p), number, p) for number, p in enumerate(enumerate_points(setting, mesh))]
+    heapify(waiting)
+    while waiting:
+        expected, number, point = heappop(waiting)
         limit = bounds.limit(min(best, ceiling_seconds)) if best < float("inf") else best
-        if bounds.seconds(point) >= limit:
+        if bounds.seconds(point) >= limit or bounds.tighten(point) >= limit:
+            continue
+        if bounds.expected_seconds(point) > expected:
+            heappush(waiting, (bounds.expected_seconds(point), number, point))
             continue
         if point.zero == 2 and setting.constraints.zero is None and point.pipeline not in wants_zero2:
             continue  # as fast as ZeRO-1, which needs more memory
