@@ -156,6 +156,8 @@ def rival(explored: SearchResult, chosen: Candidate) -> Candidate | None:
 def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
     """Every mesh that may hold the best step, and the next ones until there are enough to list.
 
+    Meshes come in the order of their bounds over all shardings; a bound is proven when it is the lowest.
+
     Raises:
         UsageError: the tp that was asked for splits nothing of this model.
         InfeasibleError: no mesh is left.
@@ -200,7 +202,10 @@ def fastest_pipeline(setting: Setting, bounds: LowerBounds, explored: SearchResu
 
 
 def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
-    """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
+    """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling.
+
+    Points come in the order of `LowerBounds.expected_seconds`, so that the first ones are near the best.
+    """
     found: list[Candidate] = []
     best = float("inf")
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
