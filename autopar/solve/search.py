@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph
@@ -155,6 +156,8 @@ def rival(explored: SearchResult, chosen: Candidate) -> Candidate | None:
 def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
     """Every mesh that may hold the best step, and the next ones until there are enough to list.
 
+    Meshes come in the order of their bounds over all shardings; a bound is proven when it is the lowest.
+
     Raises:
         UsageError: the tp that was asked for splits nothing of this model.
         InfeasibleError: no mesh is left.
@@ -162,10 +165,18 @@ def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResu
     found: dict[Mesh, list[Candidate]] = {}
     refused = dict(meshes.refused)
     best = float("inf")
-    starts = {mesh: min(map(bounds.seconds, enumerate_points(setting, mesh))) for mesh in meshes.allowed}
-    for mesh in sorted(starts, key=lambda mesh: starts[mesh]):
+    points = {mesh: list(enumerate_points(setting, mesh)) for mesh in meshes.allowed}
+    starts = {mesh: min(map(bounds.seconds, points[mesh])) for mesh in points}
+    while starts:
+        mesh = min(starts, key=starts.__getitem__)
         if starts[mesh] >= bounds.limit(best) and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
             break
+        bounds.tighten(min(points[mesh], key=bounds.seconds))
+        proven = min(map(bounds.seconds, points[mesh]))
+        if proven > starts[mesh]:
+            starts[mesh] = proven
+            continue
+        del starts[mesh]
         if problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
             continue
@@ -191,14 +202,24 @@ def fastest_pipeline(setting: Setting, bounds: LowerBounds, explored: SearchResu
 
 
 def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
-    """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
+    """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling.
+
+    Points come in the order of `LowerBounds.expected_seconds`, so that the first ones are near the best.
+    """
     found: list[Candidate] = []
     best = float("inf")
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
     wants_zero2: set[Pipeline] = set()  # where ZeRO-1 does not fit, or only with recomputation
-    for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
-        if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
-            break
+    waiting = [(bounds.expected_seconds(p), number, p) for number, p in enumerate(enumerate_points(setting, mesh))]
+    heapify(waiting)
+    while waiting:
+        expected, number, point = heappop(waiting)
+        limit = bounds.limit(min(best, ceiling_seconds)) if best < float("inf") else best
+        if bounds.seconds(point) >= limit or bounds.tighten(point) >= limit:
+            continue
+        if bounds.expected_seconds(point) > expected:
+            heappush(waiting, (bounds.expected_seconds(point), number, point))
+            continue
         if point.zero == 2 and setting.constraints.zero is None and point.pipeline not in wants_zero2:
             continue  # as fast as ZeRO-1, which needs more memory
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
@@ -206,7 +227,7 @@ def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seco
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
-        candidate = evaluate(setting, bounds, point, bounds.limit(best), min(best, ceiling_seconds))
+        candidate = evaluate(setting, bounds, point, limit, min(best, ceiling_seconds))
         if candidate is None:
             continue
         found.append(candidate)

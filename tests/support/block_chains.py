@@ -184,7 +184,7 @@ class Splittable:
             cost=replace(whole, groups=groups, weights=weights),
             strategies={whole.groups[0].name: "n"} if tp > 1 else {},
             storage={whole.weights[0].name: Layout.parse("tp:0")} if tp > 1 else {},
-            blocks=(BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
+            blocks=lambda: (BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
         )
 
     def floor_seconds(self, tp: int, size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import log2
 from typing import Any
@@ -75,7 +76,11 @@ class PlanCosts:
 
         Error: an estimate, not a bound, if operations were measured in another configuration.
         """
-        return sum(group.seconds for group in self.unsharded_costs(size).groups) / tp
+        return self.unsharded_seconds(size) / tp
+
+    def unsharded_seconds(self, size: int) -> float:
+        """Seconds of one microbatch on one device."""
+        return self.memoized(("seconds", size), lambda: sum(g.seconds for g in self.unsharded_costs(size).groups))
 
     def priced(
         self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
@@ -94,7 +99,7 @@ class PlanCosts:
     def bound_seconds(self, tp: int, size: int) -> float:
         """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return sum(group.seconds for group in self.unsharded_costs(size).groups)
+            return self.unsharded_seconds(size)
         return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
 
     def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
@@ -117,7 +122,7 @@ class PlanCosts:
             strategies=sharded.strategies,
             storage=sharded.storage,
             strategy_index=strategy_index,
-            blocks=self.blocks(tp, size, strategy_index),
+            blocks=partial(self.blocks, tp, size, strategy_index),
             notes=sharding_limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
 
@@ -161,8 +166,8 @@ class PlanCosts:
 
     def blocks(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """As `sharded`, in words: the sharding of each kind of block, for the printed plan."""
-        own, key = self.sharded(tp, size, strategy_index), ("blocks", tp, size, strategy_index)
-        return self.memoized(key, block_shardings, self.pricing(tp, size), own.graph, own.storage)
+        own = self.sharded(tp, size, strategy_index)
+        return block_shardings(self.pricing(tp, size), own.graph, own.storage)
 
     def shard(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The model sharded by strategy labels of its operations."""

@@ -11,10 +11,10 @@ import numpy as np
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan_parts import Balance
 from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
-from autopar.solve.cuts.evaluate import fullest_bytes, own_peak_costs
-from autopar.solve.cuts.intervals import intervals_of
+from autopar.solve.cuts.evaluate import fullest_bytes, is_contiguous, own_peak_costs
+from autopar.solve.cuts.intervals import Matrix, Vector, intervals_of
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Setting, step_time_of
+from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
@@ -72,7 +72,7 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     units = stages_of(cuts, len(problem.cost.groups))
     if any(units[group] != stage for group, stage in problem.pins.items()):
         return float("inf")
-    if floor_seconds(setting, problem, edges) * (1 - ROUNDING) >= ceiling:
+    if any(floor * (1 - ROUNDING) >= ceiling for floor in floors_seconds(setting, problem, edges, units)):
         return float("inf")
     costs = own_peak_costs(problem, units)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
@@ -80,21 +80,38 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     return step_time_of(setting, problem, units, costs).seconds
 
 
-def floor_seconds(setting: Setting, problem: CutProblem, edges: tuple[int, ...]) -> float:
-    """Lower bound of the simulated step: the rank that is busy longest, the forwards before its first one and the
-    backwards after its last one, and an even share of the update.
+def floors_seconds(
+    setting: Setting, problem: CutProblem, edges: tuple[int, ...], units: tuple[int, ...]
+) -> Iterator[float]:
+    """Lower bounds of the simulated step, each dearer than the one before: an even share of the update after the rank
+    that is busy longest, with the forwards before its first one and the backwards after its last one; then the
+    simulated pipeline and the longest update, without recomputation. Neither needs the stages' memory.
 
     Args:
         edges: first unit of each stage, and the loss.
+        units: stage of each unit.
     """
     costs, size = intervals_of(problem), len(problem.cost.groups)
     at = np.array([*edges[1:-1], size]), np.array(edges[:-1])
+
+    def by_rank(amounts: Matrix) -> Vector:
+        return amounts[at].reshape(problem.chunks, problem.pp).sum(axis=0)
+
     forward, backward = costs.forward_seconds[at], costs.backward_seconds[at]
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
-    busy = sum(sizes) * (forward + backward).reshape(problem.chunks, problem.pp).sum(axis=0)
+    weights = problem.cost.weights
+    update = problem.cost.remember("update", lambda: sum(w.optimizer_seconds + w.contention_seconds for w in weights))
+    busy = sum(sizes) * (by_rank(costs.forward_seconds) + by_rank(costs.backward_seconds))
     busy[1:] += (sizes[0] * forward + sizes[-1] * backward)[: problem.pp - 1].cumsum()
-    update = sum(weight.optimizer_seconds + weight.contention_seconds for weight in problem.cost.weights)
-    return float(busy.max()) + update / problem.pp
+    yield float(busy.max()) + update / problem.pp
+    if is_contiguous(problem, units):  # else a rank's stages share weights, which these sums count twice
+        buckets = np.maximum(1.0, by_rank(costs.num_buckets))
+        reduction, gather = by_rank(costs.reduce_seconds), by_rank(costs.gather_seconds)
+        hidden = np.inf if problem.may_recompute else by_rank(costs.backward_seconds)
+        exposed = np.maximum(reduction - hidden, reduction / buckets)
+        exposed += np.maximum(gather - by_rank(costs.forward_seconds), gather / buckets)
+        last = exposed + by_rank(costs.contention_seconds) + by_rank(costs.optimizer_seconds)
+        yield pipeline_seconds(setting, problem, units, forward.tolist(), backward.tolist()) + float(last.max())
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -27,16 +27,16 @@ TIE_BREAK = 1e-3
 class Priced:
     """A model sharded over tensor-parallel ranks and priced: ``cost`` is of one rank.
 
-    ``strategies`` maps operations, and ``storage`` weights, to how they are split; ``blocks`` is that for the printed
-    plan. ``strategy_index`` is the strategy chosen for each group. ``notes`` say what limits the number of ranks, such
-    as ``attention has 3 heads``.
+    ``strategies`` maps operations, and ``storage`` weights, to how they are split; ``blocks`` describes that for the
+    printed plan. ``strategy_index`` is the strategy chosen for each group. ``notes`` say what limits the number of
+    ranks, such as ``attention has 3 heads``.
     """
 
     cost: CostGraph
     strategies: Mapping[str, str] = field(default_factory=dict)
     storage: Mapping[str, Layout] = field(default_factory=dict)
     strategy_index: tuple[int, ...] = ()
-    blocks: tuple[BlockSharding, ...] = ()
+    blocks: Callable[[], tuple[BlockSharding, ...]] = tuple
     notes: tuple[str, ...] = ()
 
     @property

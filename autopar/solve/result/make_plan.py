@@ -144,7 +144,7 @@ def make_plan(
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
         strategies=compressed(priced.strategies, [op.name for op in ops]),
         zero=decision.zero,
-        blocks=priced.blocks,
+        blocks=priced.blocks(),
         alternatives=alternatives,
         bound_by=bound_by,
         seconds_without_limit=seconds_without_limit,
@@ -220,11 +220,19 @@ def step_time_of(
     setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
 ) -> StepTime:
     """As `step_time`, from the stages' costs."""
-    sent = messages(problem, stage_of)
-    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
-    transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
-    seconds = scheduled_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)
+    seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     busy = (sum(forward) + sum(backward)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
     return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)
+
+
+def pipeline_seconds(
+    setting: Setting, problem: CutProblem, stage_of: Sequence[int], forward: Sequence[float], backward: Sequence[float]
+) -> float:
+    """Seconds of the simulated pipeline, from the stages' seconds of a microbatch."""
+    sent = messages(problem, stage_of)
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
+    return scheduled_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)

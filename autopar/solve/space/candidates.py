@@ -16,7 +16,7 @@ from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_c
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import Merged, merge
-from autopar.solve.cuts.problem import Axis, CutProblem, Priced
+from autopar.solve.cuts.problem import Axis, CutProblem, Priced, slowest_count
 from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
 from autopar.solve.space.constraints import Constraints, boundary_links, microbatch_candidates, pinned_groups
 
@@ -110,9 +110,18 @@ class LowerBounds:
 
     def seconds(self, point: Point) -> float:
         """Lower bound of the point's step that is known without pricing it."""
+        return pipeline_floor(self.setting, point, self.microbatch_seconds(point), 0.0)
+
+    def expected_seconds(self, point: Point) -> float:
+        """The point's step if all stages take equally long, without its update: no bound with several stages a rank."""
+        microbatches = self.setting.constraints.batch / point.mesh.dp / microbatch_samples(self.setting, point)
+        slowest = slowest_count(microbatches, point.mesh.pp, point.pipeline.chunks)
+        return (slowest / point.stages + 1) * self.microbatch_seconds(point)
+
+    def microbatch_seconds(self, point: Point) -> float:
+        """Lower bound of the time of one microbatch on all stages."""
         tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
-        total = self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
-        return pipeline_floor(self.setting, point, total, 0.0)
+        return self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
 
     def tighten(self, point: Point) -> float:
         """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
@@ -320,10 +329,12 @@ def evaluate_cuts(
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
-    if problem.stages > 1 and step_time(setting, merged.problem, units).seconds < near_seconds:
-        units = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
-    stage_of = merged.expand(units)
-    return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
+    step = step_time(setting, problem, merged.expand(units))
+    if problem.stages > 1 and step.seconds < near_seconds:
+        moved = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
+        if moved != units:
+            units, step = moved, step_time(setting, problem, merged.expand(moved))
+    return Candidate(point, problem, priced, merged.expand(units), step)
 
 
 def does_not_fit(num_bytes: int) -> str:

@@ -287,7 +287,7 @@ def test_chunks_are_as_many_as_fit() -> None:
     graph = blocks(8)
     several = replace(AUTO, schedule="interleaved")
     free = plan_for(graph, several, FREE, saved=0.5)
-    assert free.chunks == 4
+    assert free.chunks == 6
     peaks, steps = {}, {}
     for chunks in (1, 2, 3, 4):
         plan = plan_for(graph, replace(several, chunks=chunks), FREE, saved=0.5)
