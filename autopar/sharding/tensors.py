@@ -167,7 +167,8 @@ def held_indices(size: int, splits: Sequence[Split], ranks: AxisSizes, index: In
     for split in splits:
         count = ranks[split.axis]
         assert split.fits(size, count), f"{split} of a dim of {size}"
-        mine &= (indices // (size // (split.outer * count))) % count == index[split.axis]
+        part, position = split.part(size, count, index[split.axis]), indices % (size // split.outer)
+        mine &= (part.start <= position) & (position < part.stop)
     return indices[mine]
 
 
