@@ -116,7 +116,9 @@ class Layout:
         for word in text.split() if text != "replicated" else ():
             match = re.fullmatch(r"(\w+):(?:(\d+)(?:x([1-9]\d*))?(?:@([1-9]\d*))?|(sum|gradient))", word)
             if match is None:
-                raise ValueError(f"{word!r} is no layout; write {TP}:DIM, {TP}:DIMxPARTS, {TP}:DIM@UNIT, {TP}:sum or {TP}:gradient")
+                raise ValueError(
+                    f"{word!r} is no layout; write {TP}:DIM, {TP}:DIMxPARTS, {TP}:DIM@UNIT, {TP}:sum or {TP}:gradient"
+                )
             axis, dim, outer, unit, kind = match.groups()
             if kind is None:
                 splits.append(Split(int(dim), int(outer or 1), axis, int(unit or 0)))

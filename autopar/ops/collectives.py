@@ -16,7 +16,7 @@ are that rank's alone. Communicators see equal parts: smaller ones are padded to
 | all_reduce(x, axis) | P → R | identity |
 | reduce_scatter(x, dim, outer, ranks, axis, ragged) | P → S | all_gather |
 | all_gather(x, dim, outer, ranks, axis, partial_gradient, ragged) | S → R, or S → B | own part, or reduce_scatter |
-| all_to_all(x, src_dim, src_outer, dst_dim, dst_outer, ranks, axis, src_ragged, dst_ragged) | S → S of another dim | all_to_all |
+| all_to_all(x, src_dim, src_outer, dst_dim, dst_outer, ranks, axis, src_ragged, dst_ragged) | S → S | all_to_all |
 | shard(x, dim, outer, ranks, axis, partial_gradient, ragged) | R → S, or B → S | all_gather, or zeros around the part |
 | sum_gradient(x, axis) | R → B | all_reduce |
 | share_gradient(x, ranks) | B → R | divided by the ranks |
@@ -288,9 +288,7 @@ def whole_size(size: int, outer: int, ranks: int, ragged: Ragged) -> int:
 
 
 @reduce_scatter.register_fake
-def _scattered(
-    x: Tensor, dim: int, outer: int, ranks: int, axis: str, ragged: Sequence[int] | None = None
-) -> Tensor:
+def _scattered(x: Tensor, dim: int, outer: int, ranks: int, axis: str, ragged: Sequence[int] | None = None) -> Tensor:
     return empty_resized(x, {dim: local_size(x.shape[dim], outer, ranks, ragged)})
 
 

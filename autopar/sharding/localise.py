@@ -15,7 +15,7 @@ from autopar.sharding.rule import Factor, Rule, Strategy, factor_of
 
 @dataclass(frozen=True)
 class LocalOp:
-    """An operation with its outputs' layouts and local shapes, the factor that is split, and the rank among ``ranks``."""
+    """An operation with its outputs' layouts and local shapes, the factor that is split, and this ``rank`` of ``ranks``."""
 
     op: Op
     layouts: tuple[Layout, ...]
@@ -138,16 +138,13 @@ def local_uniform(part: LocalOp) -> Op:
     if part.letter == "b":
         return with_argument(part.op, 1, "shape", part.shapes[0])
     (split,) = part.layouts[0].splits
-    ragged = ragged_part(split, part.op.outputs[0].shape, part.rank)
+    ragged = (ragged_part(split, part.op.outputs[0].shape, part.rank),) if split.unit else ()
     return replace(part.op, args=(*part.op.args, split.dim, split.outer, part.ranks, split.axis, *ragged))
 
 
-def ragged_part(split: Split, shape: Shape, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The last argument of operators on a rank's part of a tensor of ``shape``; none where parts are equal.
-
-    It has the size of each block, the unit, and the rank: programs of a ragged split are those of one rank.
-    """
-    return ((shape[split.dim] // split.outer, split.unit, rank),) if split.unit else ()
+def ragged_part(split: Split, shape: Shape, rank: int) -> tuple[int, int, int]:
+    """The argument ``ragged`` of an operator on a rank's part of a tensor of ``shape``; see `autopar.ops.collectives`."""
+    return shape[split.dim] // split.outer, split.unit, rank
 
 
 def with_argument(op: Op, position: int, name: str, value: Any) -> Op:

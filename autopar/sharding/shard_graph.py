@@ -1,6 +1,7 @@
 """From a whole graph and its strategies to the graph that a rank of a tensor-parallel group runs.
 
-All ranks run one graph, unless a split is ragged. The local graph is priced, cut, printed and compiled like any other graph, so the plan that was compared is what runs.
+All ranks run one graph, unless a split is ragged. The local graph is priced, cut, printed and compiled like any other
+graph, so the plan that was compared is what runs.
 """
 
 from __future__ import annotations
@@ -140,4 +141,4 @@ class Builder:
         if len(splits) > 1:
             splits = list(zip(("src_ragged", "dst_ragged"), (split for _, split in splits)))
         shape, rank = self.graph.shapes[name], self.index[TP]
-        return tuple((word, *ragged_part(split, shape, rank)) for word, split in splits if split.unit)
+        return tuple((word, ragged_part(split, shape, rank)) for word, split in splits if split.unit)

@@ -93,7 +93,8 @@ def _fake_linear_with_async_grad_allreduce_backward(
 class LinearWithAsyncGradReduce(torch.autograd.Function):
     """A linear layer of ``x`` [..., in], ``weight`` [out, in] and ``bias`` [out], gathering ``x`` first if ``gathers``.
 
-    ``comm_args`` are the collective's arguments: dim, outer, ranks, axis and ragged of an all-gather, the axis of a sum.
+    ``comm_args`` are the collective's arguments: dim, outer, ranks, axis and ragged of an all-gather, or the axis of a
+    sum.
     """
 
     @staticmethod
@@ -120,8 +121,7 @@ class LinearWithAsyncGradReduce(torch.autograd.Function):
 
 torch.library.define(
     "autopar::all_gather_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, int dim, int outer, int ranks, str axis, "
-    "int[]? ragged=None) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, int dim, int outer, int ranks, str axis, int[]? ragged=None) -> Tensor",
 )
 torch.library.define(
     "autopar::linear_with_async_grad_allreduce", "(Tensor x, Tensor weight, Tensor? bias, str axis) -> Tensor"
