@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 TP = "tp"
 AxisSizes = Mapping[str, int]
@@ -82,6 +83,10 @@ class Layout:
             part = len(split.part(size, count, index.get(split.axis, 0)))
             local[split.dim] = local[split.dim] * part * split.outer // size if size else 0
         return tuple(local)
+
+    def largest_share(self, shape: Sequence[int], ranks: AxisSizes) -> float:
+        """The largest part of a tensor of ``shape``, as a share of the whole."""
+        return prod(self.local_shape(shape, ranks)) / max(1, prod(shape))
 
     @property
     def ragged(self) -> bool:

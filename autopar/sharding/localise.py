@@ -15,7 +15,7 @@ from autopar.sharding.rule import Factor, Rule, Strategy, factor_of
 
 @dataclass(frozen=True)
 class LocalOp:
-    """An operation with its outputs' layouts and local shapes, the factor that is split, and this ``rank`` of ``ranks``."""
+    """An operation with its outputs' layouts and local shapes, the factor that is split, and the ranks."""
 
     op: Op
     layouts: tuple[Layout, ...]
@@ -143,7 +143,7 @@ def local_uniform(part: LocalOp) -> Op:
 
 
 def ragged_part(split: Split, shape: Shape, rank: int) -> tuple[int, int, int]:
-    """The argument ``ragged`` of an operator on a rank's part of a tensor of ``shape``; see `autopar.ops.collectives`."""
+    """Argument ``ragged`` of operators on a rank's part of a tensor of ``shape``; see `autopar.ops.collectives`."""
     return shape[split.dim] // split.outer, split.unit, rank
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -158,18 +158,17 @@ def factor_layout(rule: Rule, dims: Dims, factor: Factor, axis: str) -> Layout:
 
 
 def strategies(
-    rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], ragged: bool = False
+    rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], ragged: Collection[str] = ()
 ) -> tuple[Strategy, ...]:
     """All strategies, the replicated one first, then those of each letter in order of appearance.
 
     Args:
         parts: numbers of parts to offer besides 1, for letters that are worth splitting other than contiguously.
-        ragged: whether letters that do not divide evenly are split raggedly.
+        ragged: letters that are split raggedly where they do not divide evenly.
     """
     factors = [Factor(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
-    if ragged:
-        factors = [f if f.fits(rule.sizes[f.letter], ranks) else replace(f, unit=1) for f in factors]
-    found = (strategy(rule, str(factor), ranks) for factor in factors)
+    uneven = [f for f in factors if f.letter in ragged and not f.fits(rule.sizes[f.letter], ranks)]
+    found = (strategy(rule, str(replace(f, unit=1) if f in uneven else f), ranks) for f in factors)
     return (replicate(rule), *(s for s in found if s is not None))
 
 

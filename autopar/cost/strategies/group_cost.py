@@ -199,13 +199,21 @@ class GroupCosting:
         cost = local_op_cost(op, self.group.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
         return cost.scaled_by(self.group.context.factors.get(op.name, UNMEASURED))
 
-    def parts(self, op: Op) -> int:
-        """Number of ranks that divide an operation's FLOPs."""
-        return self.ranks if self.sharding.strategies[op.name].label else 1
+    def parts(self, op: Op) -> float:
+        """Number of ranks that divide an operation's FLOPs; fewer if ragged, since the largest part counts."""
+        if not self.sharding.strategies[op.name].label:
+            return 1
+        return next((self.divisor(n, at) for n, at in self.sharding.around(op).items() if at.ragged), self.ranks)
+
+    def divisor(self, name: str, layout: Layout) -> float:
+        """Size of a whole value or weight over that of its largest part."""
+        if layout.ragged:
+            return 1 / layout.largest_share(self.group.context.book.graph.shapes[name], {TP: self.ranks})
+        return self.ranks if layout.splits else 1
 
     def local_bytes(self, name: str, layout: Layout) -> float:
-        """Size of a rank's part of a value or weight, byte."""
-        return self.group.pricing.num_bytes(name) / (self.ranks if layout.splits else 1)
+        """Size of the largest part of a value or weight, byte."""
+        return self.group.pricing.num_bytes(name) / self.divisor(name, layout)
 
     def saved_bytes(self) -> int:
         """Saved bytes that the group is charged for: each storage once, split and unsplit copies counted separately."""
