@@ -130,18 +130,20 @@ def element_runs(
     """
     dims, at = list(shape), max(sample_dim, 0)
     split = split_dim + (split_dim > sample_dim >= 0)
-    outer = split_outer
+    outer, own_unit = split_outer, unit  # of the split among ``dims``
     if sample_dim >= 0:
         rest = shape[sample_dim] // (sample_outer * samples)
         dims[sample_dim : sample_dim + 1] = [sample_outer, rest]
         at = sample_dim + 1
         if split_dim == sample_dim and split_outer % (sample_outer * samples) == 0:
             split, outer = split_dim + 1, split_outer // (sample_outer * samples)
+        elif split_dim == sample_dim:  # the split is outside of the samples
+            own_unit = unit // (samples * rest)
     whole = prod(dims)
     if ranks == 1:
         return ElementRuns(tuple(dims), at, tuple(shape), 1, whole, whole, 0)
     pitch = prod(dims[split:]) // outer
-    part = Split(split, outer, unit=unit).part(dims[split], ranks, rank)
+    part = Split(split, outer, unit=own_unit).part(dims[split], ranks, rank)
     each = pitch // (dims[split] // outer)  # elements of one position
     dims[split] = outer * len(part)
     length = each * len(part)
