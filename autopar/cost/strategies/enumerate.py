@@ -178,7 +178,8 @@ def resharding_costs(
                     if made == read:
                         continue
                     copied = (name, read) in copies and bool(made.splits or read.splits)
-                    saved = round(num_bytes / (pricing.ranks if read.splits else 1)) if copied else 0
+                    share = read.largest_share(book.graph.shapes[name], {TP: pricing.ranks}) if copied else 0
+                    saved = round(num_bytes * share)
                     key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
                         seconds = resharding_cost(made, read, num_bytes, trained, layer, pricing)
