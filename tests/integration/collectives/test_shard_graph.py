@@ -283,9 +283,9 @@ def evaluates(
         close(found, one, f"output {i} in evaluation")
 
 
-def compiles(tp: int) -> None:
+def compiles(example: Example, tp: int) -> None:
     """A compiled local block gives the numbers of the one that is run as it is."""
-    axis, example = tensor_axis(tp), Example(BLOCKS, TOKEN, TOKENS)
+    axis = tensor_axis(tp)
     model, graph = traced(example.model, example.shape)
     labels, stage_of = labels_of(example, graph), stages(example, graph)
     stored = storage(graph, labels, {"tp": tp})
@@ -308,7 +308,10 @@ def compiles(tp: int) -> None:
 
 CASES = {
     f"{name} on {tp}": partial(equals_the_whole, example, tp) for tp in (2, 4) for name, example in EXAMPLES.items()
-} | {"compiled on 2": partial(compiles, 2)}
+} | {
+    "compiled on 2": partial(compiles, Example(BLOCKS, TOKEN, TOKENS), 2),
+    "compiled, ragged on 2": partial(compiles, EXAMPLES["ragged heads and tokens"], 2),
+}
 
 
 @pytest.fixture(scope="module")
