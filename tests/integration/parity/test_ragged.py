@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def test_dropout_norms_and_checkpoints_of_ragged_parts(tmp_path: Path) -> None:
         for name, tensor in one.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
         expected = one.train_step(x, y)
-    for devices, options in ((1, {"microbatches": 2}), (2, {"plan": plan})):
+    again: list[tuple[int, dict[str, Any]]] = [(1, {"microbatches": 2}), (2, {"plan": plan})]
+    for devices, options in again:
         with autopar.parallelize(vit(0.2), devices, x, optimizer=lamb, **options) as restored:
             restored.load_checkpoint(tmp_path / "saved")
             assert all(torch.equal(tensor, state[name]) for name, tensor in restored.state_dict().items())
