@@ -392,7 +392,8 @@ class Dispatcher:
                 continue
             arguments = {}
             for rank in self.ranks.numbers:
-                programs = [specialization.programs[stage] for stage in self.stages(rank)]
+                own = specialization.of_shard(self.mesh.place(rank).shard)
+                programs = [own[stage] for stage in self.stages(rank)]
                 weights = [weight for program in programs for weight in program.weights]
                 constants = {w.name: specialization.graph.constants[w.name] for w in weights if w.kind == "constant"}
                 arguments[rank] = (specialization.number, programs, constants)

@@ -26,8 +26,8 @@ def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
         if not storable(layout) or not layout.fits(weight.shape, {TP: plan.mesh.tp}):
             raise PlanError(
                 f"Plan field shardings.{weight.name}: it has shape {list(weight.shape)} and cannot lie as {text!r} on "
-                f"{plan.mesh.tp} ranks. Split one dim whose size the ranks divide ({TP}:DIM or {TP}:DIMxPARTS), write "
-                f"{broadcast_layout()} or {REPLICATED}, or leave it out."
+                f"{plan.mesh.tp} ranks. Split one dim whose size the ranks divide ({TP}:DIM or {TP}:DIMxPARTS), or any "
+                f"dim in units ({TP}:DIM@UNIT), write {broadcast_layout()} or {REPLICATED}, or leave it out."
             )
         if weight.kind == "constant" and layout != REPLICATED:
             raise PlanError(
@@ -39,7 +39,8 @@ def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
 
 def storable(layout: Layout) -> bool:
     """Whether weights can have a layout: replicated, split once over the tensor axis, or with a partial gradient."""
-    return layout in (REPLICATED, broadcast_layout(), *(split_layout(s.dim, s.outer) for s in layout.splits))
+    splits = (split_layout(s.dim, s.outer, unit=s.unit) for s in layout.splits)
+    return layout in (REPLICATED, broadcast_layout(), *splits)
 
 
 def check_strategies(plan: Plan, graph: Graph) -> None:

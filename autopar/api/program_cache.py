@@ -24,11 +24,14 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.pytree import unflatten
 from autopar.runtime.launch.torch_settings import TorchSettings
+from autopar.sharding.rule import factor_of
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
 from autopar.trace.lower import lower_model
 from autopar.trace.python_state import no_python_random
+
+Programs = tuple[tuple[Program, ...], ...]  # by shard, then by stage
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,21 @@ class Specialization:
     Args:
         number: index by which ranks know it.
         graph: graph of unsharded tensors.
-        programs: the program of each stage, which every rank of the stage runs on its shards.
+        by_shard: the program of each stage, for each shard; a single entry where all shards run the same programs.
     """
 
     number: int
     graph: Graph
-    programs: tuple[Program, ...]
+    by_shard: Programs
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The program of each stage on the first shard. Those of other shards differ in shapes alone."""
+        return self.of_shard(0)
+
+    def of_shard(self, shard: int) -> tuple[Program, ...]:
+        """The program of each stage on a shard."""
+        return self.by_shard[shard % len(self.by_shard)]
 
 
 class ProgramCache:
@@ -78,10 +90,10 @@ class ProgramCache:
         self.numbers = itertools.count()
         self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
         train = self.split(graph, self.train_stage_of, planned=True)
-        trained_on = weight_stages([(graph, train)])
+        trained_on = weight_stages([(graph, train[0])])
         evaluated = self.trace_first(microbatch, "eval")
         evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
-        self.holders = weight_stages([(graph, train), (evaluated, evaluation)])
+        self.holders = weight_stages([(graph, train[0]), (evaluated, evaluation[0])])
         self.example = graph
         self.planned = (
             self.add("train", microbatch, graph, train).number,
@@ -94,27 +106,40 @@ class ProgramCache:
         pp = self.plan.mesh.pp
         return {name: tuple(sorted({stage % pp for stage in stages})) for name, stages in self.holders.items()}
 
-    def split(self, graph: Graph, stage_of: Mapping[str, int], planned: bool = False) -> tuple[Program, ...]:
+    def split(self, graph: Graph, stage_of: Mapping[str, int], planned: bool = False) -> Programs:
         """The program of each stage: the graph sharded over the tensor axis, split by stage, with its segments.
+
+        They are those of each shard, or of all shards together, as in `Specialization`.
 
         Args:
             planned: whether the graph is the training graph at the plan's shapes.
         """
-        local = self.sharded(graph, stage_of)
+        shards = range(self.plan.mesh.tp if self.is_ragged else 1)
+        return tuple(self.split_shard(graph, stage_of, planned, shard) for shard in shards)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the plan has ragged splits, so that each shard needs programs of its own shapes."""
+        factors = map(factor_of, self.plan.strategies.values())
+        return any(factor.unit for factor in factors) or any(layout.ragged for layout in self.storage.values())
+
+    def split_shard(self, graph: Graph, stage_of: Mapping[str, int], planned: bool, shard: int) -> tuple[Program, ...]:
+        """As `split`, for one shard."""
+        local = self.sharded(graph, stage_of, shard)
         programs = split(local, stage_of, self.num_stages)
         if graph.mode == "eval" or all(stage.recompute == "none" for stage in self.plan.stages):
             return programs
-        undivided = self.sharded(graph, dict.fromkeys(stage_of, 0))
+        undivided = self.sharded(graph, dict.fromkeys(stage_of, 0), shard)
         return with_recompute_segments(programs, local, undivided, self.plan, planned)
 
-    def sharded(self, graph: Graph, stage_of: Mapping[str, int]) -> Graph:
-        """The graph that each rank runs."""
+    def sharded(self, graph: Graph, stage_of: Mapping[str, int], shard: int) -> Graph:
+        """The graph that the ranks of a shard run."""
         if self.plan.mesh.tp == 1:
             return graph
         by_name = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
         labels = {name: label for name, label in by_name.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
-        return shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
+        return shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of, shard)
 
     def trace_first(self, microbatch: Call, mode: Mode) -> Graph:
         """As `trace`; also refuses draws from Python's generators, which later traces may share with other threads."""
@@ -153,7 +178,7 @@ class ProgramCache:
                 f"open; change a copy.deepcopy of {name} instead."
             )
 
-    def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
+    def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: Programs) -> Specialization:
         specialization = Specialization(next(self.numbers), graph, programs)
         signature = input_signature(microbatch.leaves)
         self.specializations[mode, signature] = specialization
@@ -186,7 +211,7 @@ class ProgramCache:
         check_call(microbatch, self.example, self.plan.model.name)
         graph = self.trace_new_shape(microbatch, mode, "one microbatch")
         programs = self.split(graph, follow_plan(graph, self.train_stage_of, self.holders))
-        for program in programs:
+        for program in programs[0]:
             missing = [
                 w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]
             ]

@@ -23,26 +23,30 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
     weights: list[list[Weight]] = [[] for _ in range(mesh.pp)]
     for weight in programs.example.weights:
         if weight.kind != "constant":
-            layout = stored.get(weight.name, REPLICATED)
-            local = replace(weight, shape=layout.local_shape(weight.shape, {TP: mesh.tp}))
             for position in positions[weight.name]:
-                weights[position].append(local)
+                weights[position].append(weight)
+
+    def local(stage: int, shard: int) -> tuple[Weight, ...]:
+        layouts = ((w, stored.get(w.name, REPLICATED)) for w in weights[stage])
+        return tuple(replace(w, shape=at.local_shape(w.shape, {TP: mesh.tp}, {TP: shard})) for w, at in layouts)
+
     pairs = {(e.src, e.dst) for v in programs.specializations.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero:
-        owners = replica_owners(weights, positions, mesh.dp)
+        owners = replica_owners([local(stage, 0) for stage in range(mesh.pp)], positions, mesh.dp)
     first = RankSpec(
         rank=0,
         mesh=mesh,
         device=machine.device_of(0),
         build=partial(graph_module, compiled=options.execution_mode(machine.device_type).compiled),
-        weights=tuple(weights[0]),
+        weights=local(0, 0),
         holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
         stage_edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
         recipe=recipe,
         trainable=tuple(weight for weight in programs.example.weights if weight.requires_grad),
         storage=stored,
+        whole_shapes={w.name: w.shape for w in programs.example.weights if stored.get(w.name, REPLICATED).ragged},
         zero=programs.plan.zero,
         reduce_dtype=programs.plan.reduce_dtype,
         owners=owners,
@@ -58,7 +62,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
             first,
             rank=rank,
             device=machine.device_of(rank),
-            weights=tuple(weights[mesh.place(rank).stage]),
+            weights=local(mesh.place(rank).stage, mesh.place(rank).shard),
             region=", ".join(f"{s.first} to {s.last}" for s in programs.plan.stages if rank in s.ranks),
             predicted_bytes=programs.plan.prediction.peak_bytes[rank],
         )

@@ -4,6 +4,9 @@ A split is kept per factor of a dim, not per dim: a dim of size D is read as (ou
 part of the middle factor. ``outer`` 1 is a contiguous part. Rows of a fused query, key and value weight [3·h·d, c] are
 split by heads with ``outer`` 3. In other words, a split is one digit of the dim's index in mixed radix. Several axes
 can split one dim, each at another digit.
+
+A ragged split has a ``unit``: the dim is read as (outer, count, unit), and the ranks share ``count`` out. The first
+``count % ranks`` ranks hold one unit more than the others, so that the first rank's part is the largest.
 """
 
 from __future__ import annotations
@@ -11,22 +14,42 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 TP = "tp"
 AxisSizes = Mapping[str, int]
+FIRST: AxisSizes = {}  # the first rank of every axis
+
+
+def part_of(size: int, unit: int, ranks: int, rank: int) -> range:
+    """The positions in a block that a rank holds: ``size // unit`` units are shared out, the first ranks get more."""
+    units, extra = divmod(size // unit if unit else 0, ranks)
+    start = units * rank + min(rank, extra)
+    return range(start * unit, (start + units + (rank < extra)) * unit)
 
 
 @dataclass(frozen=True, order=True)
 class Split:
-    """One mesh axis over one dim: rank i of n holds the indices j with (j // (D / (outer · n))) % n == i."""
+    """One mesh axis over one dim: rank i of n holds the indices j with (j // (D / (outer · n))) % n == i.
+
+    Args:
+        unit: consecutive elements that a ragged split keeps together; 0 for a split into equal parts.
+    """
 
     dim: int
     outer: int = 1
     axis: str = TP
+    unit: int = 0
 
     def fits(self, size: int, ranks: int) -> bool:
-        """Whether a dim of this size divides evenly."""
+        """Whether a dim of this size divides evenly, or, if ragged, has a unit for every rank."""
+        if self.unit:
+            return size % (self.outer * self.unit) == 0 and size // (self.outer * self.unit) >= ranks
         return size % (self.outer * ranks) == 0
+
+    def part(self, size: int, ranks: int, rank: int) -> range:
+        """A rank's positions in each of the ``outer`` blocks of a dim of this size."""
+        return part_of(size // self.outer, self.unit or size // (self.outer * ranks), ranks, rank)
 
 
 @dataclass(frozen=True)
@@ -44,16 +67,31 @@ class Layout:
     partial_gradient: tuple[str, ...] = ()
 
     def fits(self, shape: Sequence[int], ranks: AxisSizes) -> bool:
-        """Whether every split of a tensor of this shape is even."""
+        """Whether every split fits a tensor of this shape, see `Split.fits`."""
         return all(s.dim < len(shape) and s.fits(shape[s.dim], ranks[s.axis]) for s in self.splits)
 
-    def local_shape(self, shape: Sequence[int], ranks: AxisSizes) -> tuple[int, ...]:
-        """The shape of a rank's part of a tensor of ``shape``."""
+    def local_shape(self, shape: Sequence[int], ranks: AxisSizes, index: AxisSizes = FIRST) -> tuple[int, ...]:
+        """The shape of a rank's part of a tensor of ``shape``.
+
+        Args:
+            index: the rank's number on each axis. Default: the first rank, whose part is the largest.
+        """
         local = list(shape)
         for split in self.splits:
-            assert local[split.dim] % ranks[split.axis] == 0, f"{self} of {list(shape)}"
-            local[split.dim] //= ranks[split.axis]
+            count, size = ranks[split.axis], shape[split.dim]
+            assert split.fits(size, count), f"{self} of {list(shape)}"
+            part = len(split.part(size, count, index.get(split.axis, 0)))
+            local[split.dim] = local[split.dim] * part * split.outer // size if size else 0
         return tuple(local)
+
+    def largest_share(self, shape: Sequence[int], ranks: AxisSizes) -> float:
+        """The largest part of a tensor of ``shape``, as a share of the whole."""
+        return prod(self.local_shape(shape, ranks)) / max(1, prod(shape))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether parts may differ in size."""
+        return any(split.unit for split in self.splits)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -61,8 +99,14 @@ class Layout:
         return frozenset((*(split.axis for split in self.splits), *self.partial, *self.partial_gradient))
 
     def __str__(self) -> str:
-        """As `Layout.parse` reads it: ``tp:0`` (dim 0), ``tp:0x3`` (dim 0 in 3 parts), ``tp:sum``, ``tp:gradient``."""
-        words = [f"{s.axis}:{s.dim}" + (f"x{s.outer}" if s.outer > 1 else "") for s in self.splits]
+        """As `Layout.parse` reads it: ``tp:0`` (dim 0), ``tp:0x3`` (dim 0 in 3 parts), ``tp:sum``, ``tp:gradient``.
+
+        A ragged split ends with its unit: ``tp:1@1``, ``tp:0x3@64``.
+        """
+        words = [
+            f"{s.axis}:{s.dim}" + (f"x{s.outer}" if s.outer > 1 else "") + (f"@{s.unit}" if s.unit else "")
+            for s in self.splits
+        ]
         words += [f"{axis}:sum" for axis in self.partial] + [f"{axis}:gradient" for axis in self.partial_gradient]
         return " ".join(words) or "replicated"
 
@@ -75,12 +119,14 @@ class Layout:
         """
         splits, partial, gradient = [], [], []
         for word in text.split() if text != "replicated" else ():
-            match = re.fullmatch(r"(\w+):(?:(\d+)(?:x([1-9]\d*))?|(sum|gradient))", word)
+            match = re.fullmatch(r"(\w+):(?:(\d+)(?:x([1-9]\d*))?(?:@([1-9]\d*))?|(sum|gradient))", word)
             if match is None:
-                raise ValueError(f"{word!r} is no layout; write {TP}:DIM, {TP}:DIMxPARTS, {TP}:sum or {TP}:gradient")
-            axis, dim, outer, kind = match.groups()
+                raise ValueError(
+                    f"{word!r} is no layout; write {TP}:DIM, {TP}:DIMxPARTS, {TP}:DIM@UNIT, {TP}:sum or {TP}:gradient"
+                )
+            axis, dim, outer, unit, kind = match.groups()
             if kind is None:
-                splits.append(Split(int(dim), int(outer or 1), axis))
+                splits.append(Split(int(dim), int(outer or 1), axis, int(unit or 0)))
             else:
                 (partial if kind == "sum" else gradient).append(axis)
         return Layout(tuple(splits), tuple(partial), tuple(gradient))
@@ -89,9 +135,9 @@ class Layout:
 REPLICATED = Layout()
 
 
-def split_layout(dim: int, outer: int = 1, axis: str = TP) -> Layout:
+def split_layout(dim: int, outer: int = 1, axis: str = TP, unit: int = 0) -> Layout:
     """The layout of a tensor that is split over one axis."""
-    return Layout((Split(dim, outer, axis),))
+    return Layout((Split(dim, outer, axis, unit),))
 
 
 def partial_layout(axis: str = TP) -> Layout:

@@ -25,6 +25,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autopar.ir.layout import TP, Split, split_layout
 from autopar.ops.collectives import on
 
 WORD = 0xFFFFFFFF
@@ -41,7 +42,7 @@ TILE = 1 << 14
 torch.library.define(
     "autopar::uniform",
     "(Tensor draws, int[] shape, str name, int sample_dim, int sample_outer, int split_dim=-1, int split_outer=1, "
-    "int ranks=1, str axis='') -> Tensor",
+    "int ranks=1, str axis='', int[]? ragged=None) -> Tensor",
 )
 
 
@@ -118,42 +119,45 @@ class ElementRuns:
 
 def element_runs(
     shape: Sequence[int], samples: int, sample_dim: int, sample_outer: int, split_dim: int, split_outer: int,
-    ranks: int, rank: int,
+    ranks: int, rank: int, unit: int = 0,
 ) -> ElementRuns:  # fmt: skip
     """The elements that a rank draws of a tensor.
 
     Args:
         shape: of the tensor before it is split. sample_dim, sample_outer: the dim that is (outer, samples, rest); a
         negative dim means that no dim holds samples. split_dim, split_outer: the dim that is (outer, ranks, rest).
+        unit: of a ragged split, whose dim is (outer, units, unit).
     """
     dims, at = list(shape), max(sample_dim, 0)
     split = split_dim + (split_dim > sample_dim >= 0)
-    outer = split_outer
+    outer, own_unit = split_outer, unit  # of the split among ``dims``
     if sample_dim >= 0:
         rest = shape[sample_dim] // (sample_outer * samples)
         dims[sample_dim : sample_dim + 1] = [sample_outer, rest]
         at = sample_dim + 1
         if split_dim == sample_dim and split_outer % (sample_outer * samples) == 0:
             split, outer = split_dim + 1, split_outer // (sample_outer * samples)
+        elif split_dim == sample_dim:  # the split is outside of the samples
+            own_unit = unit // (samples * rest)
     whole = prod(dims)
     if ranks == 1:
         return ElementRuns(tuple(dims), at, tuple(shape), 1, whole, whole, 0)
-    length = prod(dims[split:]) // (outer * ranks)
-    dims[split] //= ranks
-    return ElementRuns(
-        tuple(dims),
-        at,
-        local_shape(shape, split_dim, ranks),
-        prod(dims) // length,
-        length,
-        length * ranks,
-        rank * length,
-    )
+    pitch = prod(dims[split:]) // outer
+    part = Split(split, outer, unit=own_unit).part(dims[split], ranks, rank)
+    each = pitch // (dims[split] // outer)  # elements of one position
+    dims[split] = outer * len(part)
+    length = each * len(part)
+    local = local_shape(shape, split_dim, split_outer, ranks, rank, unit)
+    return ElementRuns(tuple(dims), at, local, prod(dims) // length, length, pitch, each * part.start)
 
 
-def local_shape(shape: Sequence[int], split_dim: int, ranks: int) -> tuple[int, ...]:
-    """The shape of a rank's part of a tensor."""
-    return tuple(size // ranks if dim == split_dim else size for dim, size in enumerate(shape))
+def local_shape(
+    shape: Sequence[int], split_dim: int, split_outer: int, ranks: int, rank: int, unit: int
+) -> tuple[int, ...]:
+    """The shape of a rank's part of a tensor; arguments as in `element_runs`."""
+    if split_dim < 0:
+        return tuple(shape)
+    return split_layout(split_dim, split_outer, unit=unit).local_shape(shape, {TP: ranks}, {TP: rank})
 
 
 # -- the operator ----------------------------------------------------------------------------------------------------
@@ -161,7 +165,8 @@ def local_shape(shape: Sequence[int], split_dim: int, ranks: int) -> tuple[int, 
 
 def uniform(
     draws: Tensor, shape: Sequence[int], name: str, sample_dim: int, sample_outer: int, split_dim: int = -1,
-    split_outer: int = 1, ranks: int = 1, axis: str = "", *, generate: Callable[[Tensor, Tensor, str], Tensor],
+    split_outer: int = 1, ranks: int = 1, axis: str = "", ragged: Sequence[int] | None = None, *,
+    generate: Callable[[Tensor, Tensor, str], Tensor],
 ) -> Tensor:  # fmt: skip
     """Uniform float32 numbers in [0, 1), multiples of 2**-24.
 
@@ -169,15 +174,19 @@ def uniform(
         draws: [samples, 4], a row per sample; only the first row counts where the tensor has no samples. shape: of the
         result before it is split over ranks. name: of the operation that draws. sample_dim, sample_outer: the dim that
         is (outer, samples, rest); a negative dim means that no dim holds samples. split_dim, split_outer, ranks, axis:
-        this rank draws its part of the dim that is (outer, ranks, rest), if any. generate: `generate_whole`,
+        this rank draws its part of the dim that is (outer, ranks, rest), if any. ragged: as in
+        `autopar.ops.collectives`. generate: `generate_whole`,
         `generate_tiled` or `generate_triton`.
     """
     if draws.is_meta:  # needs no communicator
-        return draws.new_empty(local_shape(shape, split_dim, ranks), dtype=torch.float32)
+        _, unit, rank = ragged or (0, 0, 0)
+        local = local_shape(shape, split_dim, split_outer, ranks, rank, unit)
+        return draws.new_empty(local, dtype=torch.float32)
     if sample_dim < 0:
         draws = torch.cat([draws[:1, :3], torch.full_like(draws[:1, 3:], NO_SAMPLE)], 1)
     rank = on(axis, ranks).rank if ranks > 1 else 0
-    runs = element_runs(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank)
+    unit = ragged[1] if ragged else 0
+    runs = element_runs(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank, unit)
     first = torch.arange(runs.runs, device=draws.device) * runs.pitch + runs.start
     counters = (first // WORDS)[:, None] + torch.arange(runs.width, device=draws.device)
     return arrange(generate(counters.flatten(), draws, name), first, runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
 from autopar.runtime.engine.executor import ActionTiming, StepData
 from autopar.runtime.launch.torch_settings import TorchSettings
-from autopar.sharding.tensors import local_part
+from autopar.sharding.tensors import local_part, whole_shape
 
 WeightWaits = Mapping[str, Callable[[], None]]
 MainGradOf = Callable[[str], torch.Tensor | None]
@@ -72,6 +72,7 @@ class RankSpec:
             weights that are being gathered, and the access to main grads.
         weights: weights that this rank holds, in the model's order, with the shapes of its parts.
         storage: layout of each weight that is not simply replicated over the tensor axis.
+        whole_shapes: shapes of the whole weights whose parts differ in size between shards.
         holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
         zero: ZeRO stage.
         reduce_dtype: dtype in which gradients travel between replicas.
@@ -98,6 +99,7 @@ class RankSpec:
     recipe: TrainingRecipe
     trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
+    whole_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     zero: ZeroStage = 0
     reduce_dtype: ReduceDtype = "float32"
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -164,6 +166,11 @@ class RankSpec:
     def layout(self, name: str) -> Layout:
         """Layout in which a weight is stored."""
         return self.storage.get(name, REPLICATED)
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole weight, or of a whole state in its layout, of which this rank's part has ``shape``."""
+        found = self.whole_shapes.get(name)
+        return found if found is not None else whole_shape(shape, self.layout(name), {TP: self.mesh.tp})
 
     def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part [*local] of a weight's whole tensor [*shape]."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, split_layout
-from autopar.sharding.rule import LABEL, Rule, has_letter, label_of_layout, letter_layout
+from autopar.sharding.rule import Rule, factor_layout, factor_of, has_letter, label_of_layout
 
 
 def sample_dims(graph: Graph, rule_of: Callable[[Op], Rule | None]) -> Mapping[str, Layout]:
@@ -41,7 +41,7 @@ def output_layout(rule: Rule, operand: int, output: int, layout: Layout, ranks: 
     None where the operand's split is no letter's, or the output lacks the letter.
     """
     label = label_of_layout(rule, rule.operands[operand], layout, ranks)
-    match = LABEL.fullmatch(label) if label else None
-    if match is None or not has_letter(rule.outputs[output], match[1]):
+    factor = factor_of(label) if label else None
+    if factor is None or not has_letter(rule.outputs[output], factor.letter):
         return None
-    return letter_layout(rule, rule.outputs[output], match[1], int(match[2] or 1), layout.splits[0].axis)
+    return factor_layout(rule, rule.outputs[output], factor, layout.splits[0].axis)

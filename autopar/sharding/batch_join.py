@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph, Op, Ref, Value, refs
 from autopar.ir.layout import TP, Layout, Split
 from autopar.ops.registry import named_arguments, operator, returns_view
 from autopar.sharding.lookup import key_of, rule_of
-from autopar.sharding.rule import has_letter, label_of_layout, letter_and_parts, letter_layout
+from autopar.sharding.rule import factor_layout, factor_of, has_letter, label_of_layout
 from autopar.sharding.table import DRAWN, RESHAPES
 
 FIRST = Split(0)
@@ -233,21 +233,21 @@ class JoinAnalysis:
         for name, join in read.items():
             if join.kind == "concatenate":
                 label = label_of_layout(rule, operands[name], Layout((join.split,)), self.batch)
-                labels.add(letter_and_parts(label) if label else None)
-        labels = {label for label in labels if label is None or label[0] not in rule.unread}
+                labels.add(factor_of(label) if label else None)
+        labels = {label for label in labels if label is None or label.letter not in rule.unread}
         if not labels:
             return [SAME] * len(op.outputs)
         label = labels.pop()
         if labels or label is None:
             return unknown
-        letter, parts = label
+        letter = label.letter
         if any(read[name].kind == "same" and has_letter(operands[name], letter) for name in read):
             return unknown
         if not has_letter(rule.outputs[0], letter):
             return [SUM] if letter in rule.free and not rule.added and len(op.outputs) == 1 else unknown
         if letter in rule.whole and key not in BY_SAMPLE:
             return unknown
-        layouts = (letter_layout(rule, dims, letter, parts, TP) for dims in rule.outputs)
+        layouts = (factor_layout(rule, dims, label, TP) for dims in rule.outputs)
         return [Join("concatenate", layout.splits[0]) for layout in layouts]
 
     def by_shape(self, op: Op, read: Mapping[str, Join]) -> Sequence[Join]:

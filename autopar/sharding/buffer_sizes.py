@@ -7,6 +7,8 @@
 | reduce-scatter | all |
 | all-to-all | a part |
 
+Ragged parts are padded to the largest, so that all ranks reserve alike.
+
 An operator of `autopar.ops.collectives` runs one of them for the tensor and one for its gradient, which has the same
 dtype (`autopar.sharding.reshard.COLLECTIVES`); ``pad``, ``first_rank`` and ``share_gradient`` run none. An operator of
 `autopar.ops.async_tp` needs no more than the two operations that it replaces:
@@ -31,6 +33,7 @@ from math import prod
 from autopar.ir.comm_sizes import round_up
 from autopar.ir.graph import DTYPE_BYTES, Op
 from autopar.ir.network import CollectiveKind
+from autopar.ops.collectives import part_size
 from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # Elements of each rank's buffer, from the elements of the whole tensor and the number of ranks.
@@ -54,6 +57,11 @@ def collective_buffer_bytes(step: ReshardStep, op: Op, ranks: int) -> Iterator[i
     """Buffer bytes of a reshard step for the tensor, and for its gradient if it has one."""
     (result,) = op.outputs
     whole = prod(result.shape) * (ranks if step.name in PART_RESULTS else 1)
+    for word, ragged in op.kwargs:
+        outer = step.args[3 if word == "dst_ragged" else 1]
+        own, largest = (outer * part_size(ranks, (*ragged[:2], rank)) for rank in (ragged[2], 0))
+        is_part = step.name in PART_RESULTS and word != "src_ragged"
+        whole = whole // own * largest if is_part else whole // (outer * ragged[0]) * largest * ranks
     for kind in (step.forward, step.backward if result.requires_grad else None):
         if kind is not None:
             yield BUFFER_NUMEL[kind](whole, ranks) * DTYPE_BYTES[result.dtype]

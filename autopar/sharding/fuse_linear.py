@@ -1,7 +1,7 @@
 """Linear layers that can be fused with the collective before or after them (async tensor parallelism).
 
 The fused operators of `autopar.ops.async_tp` overlap the collective with a matrix product that does not need its
-result.
+result. Pipelined ones need equal parts.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def before_layer(step: ReshardStep | None, trained: bool) -> str | None:
         return "linear_with_async_grad_allreduce"
     if step.name != "all_gather" or step.args[-1] is not True:  # whether the gradient is partial
         return None
-    return "pipelined_all_gather_linear" if step.args[:2] == FIRST_DIM else "all_gather_linear"
+    pipelined = step.args[:2] == FIRST_DIM and not step.ragged
+    return "pipelined_all_gather_linear" if pipelined else "all_gather_linear"
 
 
 def after_layer(step: ReshardStep | None) -> str | None:
     """As `before_layer`, for a step that reads the layer's output."""
-    if step is None or step.name != "reduce_scatter" or step.args[:2] != FIRST_DIM:
+    if step is None or step.name != "reduce_scatter" or step.args[:2] != FIRST_DIM or step.ragged:
         return None
     return "pipelined_linear_reduce_scatter"

@@ -7,36 +7,49 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.ir.graph import Op, Value, dense_strides
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, Split
 from autopar.sharding.bound_call import Shape, argument
 from autopar.sharding.lookup import key_of
-from autopar.sharding.rule import Rule, Strategy, letter_and_parts
+from autopar.sharding.rule import Factor, Rule, Strategy, factor_of
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """An operation with its outputs' layouts and local shapes, the letter that is split, and the number of ranks."""
+    """An operation with its outputs' layouts and local shapes, the factor that is split, and the ranks."""
 
     op: Op
     layouts: tuple[Layout, ...]
     shapes: tuple[Shape, ...]
-    letter: str
+    factor: Factor
     ranks: int
+    rank: int
+
+    @property
+    def letter(self) -> str:
+        """The letter that is split; empty where none is."""
+        return self.factor.letter
+
+    def share(self, size: int) -> int:
+        """This rank's number of a letter's ``size`` elements."""
+        split = Split(0, self.factor.parts, unit=self.factor.unit)
+        return self.factor.parts * len(split.part(size, self.ranks, self.rank))
 
 
-def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
-    """The operation that each rank runs under a strategy, with its outputs' local shapes and strides.
+def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int, rank: int = 0) -> Op:
+    """The operation that a rank runs under a strategy, with its outputs' local shapes and strides.
 
     A view becomes a reshape even where nothing is split: a collective or another strategy may give its input other
     strides than the trace had.
 
     Args:
         ranks: number of ranks that the strategy splits over.
+        rank: among them; it makes a difference to ragged splits alone.
     """
     assert len(strategy.outputs) == len(op.outputs) == len(rule.outputs), f"{strategy} of {op.name}"
     sizes = {split.axis: ranks for made in strategy.outputs for split in made.splits}
-    shapes = tuple(made.local_shape(v.shape, sizes) for made, v in zip(strategy.outputs, op.outputs))
-    part = LocalOp(op, strategy.outputs, shapes, letter_and_parts(strategy.label)[0], ranks)
+    index = dict.fromkeys(sizes, rank)
+    shapes = tuple(made.local_shape(v.shape, sizes, index) for made, v in zip(strategy.outputs, op.outputs))
+    part = LocalOp(op, strategy.outputs, shapes, factor_of(strategy.label), ranks, rank)
     outputs = tuple(local_value(value, shape) for value, shape in zip(op.outputs, shapes))
     key = key_of(op.target)
     localise = (LOCALISED if part.letter else ALWAYS_LOCALISED).get(key or "", unchanged)
@@ -79,7 +92,7 @@ def local_groups(position: int, name: str) -> Callable[[LocalOp], Op]:
     def localise(part: LocalOp) -> Op:
         if part.letter != "g":
             return part.op
-        return with_argument(part.op, position, name, argument(part.op, position, name) // part.ranks)
+        return with_argument(part.op, position, name, part.share(argument(part.op, position, name)))
 
     return localise
 
@@ -93,7 +106,7 @@ def local_repeats(name: str) -> Callable[[LocalOp], Op]:
     def localise(part: LocalOp) -> Op:
         whole_repeats = argument(part.op, 1, name)
         first = len(part.shapes[0]) - len(whole_repeats)
-        repeats = (n // part.ranks if part.letter == f"r{first + i}" else n for i, n in enumerate(whole_repeats))
+        repeats = (part.share(n) if part.letter == f"r{first + i}" else n for i, n in enumerate(whole_repeats))
         return with_argument(part.op, 1, name, tuple(repeats))
 
     return localise
@@ -125,7 +138,13 @@ def local_uniform(part: LocalOp) -> Op:
     if part.letter == "b":
         return with_argument(part.op, 1, "shape", part.shapes[0])
     (split,) = part.layouts[0].splits
-    return replace(part.op, args=(*part.op.args, split.dim, split.outer, part.ranks, split.axis))
+    ragged = (ragged_part(split, part.op.outputs[0].shape, part.rank),) if split.unit else ()
+    return replace(part.op, args=(*part.op.args, split.dim, split.outer, part.ranks, split.axis, *ragged))
+
+
+def ragged_part(split: Split, shape: Shape, rank: int) -> tuple[int, int, int]:
+    """Argument ``ragged`` of operators on a rank's part of a tensor of ``shape``; see `autopar.ops.collectives`."""
+    return shape[split.dim] // split.outer, split.unit, rank
 
 
 def with_argument(op: Op, position: int, name: str, value: Any) -> Op:

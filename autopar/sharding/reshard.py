@@ -24,10 +24,15 @@ COLLECTIVES: dict[str, tuple[CollectiveKind | None, CollectiveKind | None, Colle
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One operator of `autopar.ops.collectives`; it is called with the tensor and then ``args``."""
+    """One operator of `autopar.ops.collectives`; it is called with the tensor and then ``args``.
+
+    Args:
+        ragged: whether ranks have parts of different sizes; the operator is then told this rank's.
+    """
 
     name: str
     args: tuple[Any, ...]
+    ragged: bool = False
 
     @property
     def forward(self) -> CollectiveKind | None:
@@ -43,7 +48,9 @@ class ReshardStep:
 def reshard_step(op: Op) -> ReshardStep | None:
     """The step that an operation is; None for operations that are no resharding."""
     namespace, name, *_ = op.target.split(".")
-    return ReshardStep(name, op.args[1:]) if namespace == "autopar" and name in COLLECTIVES else None
+    if namespace != "autopar" or name not in COLLECTIVES:
+        return None
+    return ReshardStep(name, op.args[1:], bool(op.kwargs))
 
 
 def reshard_steps(made: Layout, read: Layout, axis: str, ranks: int) -> tuple[ReshardStep, ...]:
@@ -72,7 +79,7 @@ def single_step(made: Layout, read: Layout, axis: str, ranks: int) -> ReshardSte
     from_copies, to_copies = made == broadcast_layout(axis), read == broadcast_layout(axis)
     source, target = split_of(made), split_of(read)
     if made == REPLICATED and target:
-        return ReshardStep("shard", (*split_args(target), ranks, axis, False))
+        return ReshardStep("shard", (*split_args(target), ranks, axis, False), read.ragged)
     if made == REPLICATED and to_copies:
         return ReshardStep("sum_gradient", (axis,))
     if made == REPLICATED and to_sum:
@@ -80,18 +87,18 @@ def single_step(made: Layout, read: Layout, axis: str, ranks: int) -> ReshardSte
     if from_sum and read == REPLICATED:
         return ReshardStep("all_reduce", (axis,))
     if from_sum and target:
-        return ReshardStep("reduce_scatter", (*split_args(target), ranks, axis))
+        return ReshardStep("reduce_scatter", (*split_args(target), ranks, axis), read.ragged)
     if source and read == REPLICATED:
-        return ReshardStep("all_gather", (*split_args(source), ranks, axis, False))
+        return ReshardStep("all_gather", (*split_args(source), ranks, axis, False), made.ragged)
     if source and to_copies:
-        return ReshardStep("all_gather", (*split_args(source), ranks, axis, True))
+        return ReshardStep("all_gather", (*split_args(source), ranks, axis, True), made.ragged)
     if source and target and source.dim != target.dim:
         both = (*split_args(source), *split_args(target))
-        return ReshardStep("all_to_all", (*both, ranks, axis))
+        return ReshardStep("all_to_all", (*both, ranks, axis), made.ragged or read.ragged)
     if from_copies and read == REPLICATED:
         return ReshardStep("share_gradient", (ranks,))
     if from_copies and target:
-        return ReshardStep("shard", (*split_args(target), ranks, axis, True))
+        return ReshardStep("shard", (*split_args(target), ranks, axis, True), read.ragged)
     return None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -13,7 +13,7 @@ from autopar.ir.layout import REPLICATED, TP, Layout, Split, broadcast_layout, p
 # For each dim of a tensor the letters (factors) of its size, outermost first; () for a dim that is never split.
 Dims = tuple[tuple[str, ...], ...]
 REPLICATE = ""
-LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?")
+LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?(?:@([1-9]\d*))?")
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Rule:
 class Strategy:
     """One way to run an operation: the layout in which each operand is read and each output produced.
 
-    ``label`` names the letter that is split; ``nx3`` is letter n read in 3 parts. The empty label is the whole
-    operation on every rank.
+    ``label`` names the letter that is split; ``nx3`` is letter n read in 3 parts. ``d1@1`` splits d1 raggedly, ``n@64``
+    splits n in units of 64. The empty label is the whole operation on every rank.
     """
 
     label: str
@@ -95,7 +95,7 @@ def replicate(rule: Rule) -> Strategy:
 
 
 def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | None:
-    """The strategy of a label; None where the letter is unknown or whole, or its size does not divide evenly.
+    """The strategy of a label; None where the letter is unknown or whole, or its size does not divide as it says.
 
     Args:
         label: as in `Strategy.label`.
@@ -103,14 +103,15 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     """
     if label == REPLICATE:
         return replicate(rule)
-    letter, parts = letter_and_parts(label)
-    if letter not in rule.free or not rule.sizes[letter] or rule.sizes[letter] % (parts * ranks):
+    factor = factor_of(label)
+    letter = factor.letter
+    if letter not in rule.free or not rule.sizes[letter] or not factor.fits(rule.sizes[letter], ranks):
         return None
     summed = not any(has_letter(dims, letter) for dims in rule.outputs)
 
     def read(number: int, dims: Dims) -> Layout:
         if has_letter(dims, letter):
-            return letter_layout(rule, dims, letter, parts, axis)
+            return factor_layout(rule, dims, factor, axis)
         if letter in rule.unread:
             return REPLICATED
         return partial_layout(axis) if summed and number in rule.added else broadcast_layout(axis)
@@ -118,38 +119,56 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     def made(dims: Dims) -> Layout:
         if letter in rule.unread:
             return REPLICATED
-        return partial_layout(axis) if summed else letter_layout(rule, dims, letter, parts, axis)
+        return partial_layout(axis) if summed else factor_layout(rule, dims, factor, axis)
 
     operands = tuple(read(number, dims) for number, dims in enumerate(rule.operands))
     return Strategy(label, operands, tuple(map(made, rule.outputs)))
 
 
-def letter_layout(rule: Rule, dims: Dims, letter: str, parts: int, axis: str) -> Layout:
-    """The layout of a tensor that has the letter, split in that letter's ``parts`` parts."""
-    dim = next(i for i, letters in enumerate(dims) if letter in letters)
-    before = dims[dim][: dims[dim].index(letter)]
-    return split_layout(dim, prod(rule.sizes[b] for b in before) * parts, axis)
+@dataclass(frozen=True)
+class Factor:
+    """The letter that a label splits, the number of parts in which it is read, and the unit of a ragged split or 0."""
+
+    letter: str
+    parts: int = 1
+    unit: int = 0
+
+    def fits(self, size: int, ranks: int) -> bool:
+        """Whether a letter of this size can be split so."""
+        return Split(0, self.parts, unit=self.unit).fits(size, ranks)
+
+    def __str__(self) -> str:
+        """The label."""
+        parts, unit = f"x{self.parts}" if self.parts > 1 else "", f"@{self.unit}" if self.unit else ""
+        return f"{self.letter}{parts}{unit}"
 
 
-def label_of(letter: str, parts: int = 1) -> str:
-    """The label of the strategy that splits a letter read in parts."""
-    return letter if parts == 1 else f"{letter}x{parts}"
-
-
-def letter_and_parts(label: str) -> tuple[str, int]:
-    """The letter and the number of parts of a label; no letter for a text that is no label."""
+def factor_of(label: str) -> Factor:
+    """The factor of a label; no letter for a text that is no label."""
     match = LABEL.fullmatch(label)
-    return (match[1], int(match[2] or 1)) if match else ("", 1)
+    return Factor(match[1], int(match[2] or 1), int(match[3] or 0)) if match else Factor("")
 
 
-def strategies(rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]]) -> tuple[Strategy, ...]:
+def factor_layout(rule: Rule, dims: Dims, factor: Factor, axis: str) -> Layout:
+    """The layout of a tensor that has the factor's letter, split in that factor."""
+    dim = next(i for i, letters in enumerate(dims) if factor.letter in letters)
+    at = dims[dim].index(factor.letter)
+    before, after = (prod(rule.sizes[x] for x in letters) for letters in (dims[dim][:at], dims[dim][at + 1 :]))
+    return split_layout(dim, before * factor.parts, axis, factor.unit * after)
+
+
+def strategies(
+    rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], ragged: Collection[str] = ()
+) -> tuple[Strategy, ...]:
     """All strategies, the replicated one first, then those of each letter in order of appearance.
 
     Args:
         parts: numbers of parts to offer besides 1, for letters that are worth splitting other than contiguously.
+        ragged: letters that are split raggedly where they do not divide evenly.
     """
-    labels = [label_of(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
-    found = (strategy(rule, label, ranks) for label in labels)
+    factors = [Factor(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
+    uneven = [f for f in factors if f.letter in ragged and not f.fits(rule.sizes[f.letter], ranks)]
+    found = (strategy(rule, str(replace(f, unit=1) if f in uneven else f), ranks) for f in factors)
     return (replicate(rule), *(s for s in found if s is not None))
 
 
@@ -178,10 +197,16 @@ def label_of_layout(rule: Rule, dims: Dims, layout: Layout, ranks: int) -> str |
     if len(layout.splits) != 1 or layout.partial or layout.partial_gradient:
         return None
     split: Split = layout.splits[0]
+    letters = dims[split.dim] if split.dim < len(dims) else ()
     before = 1
-    for letter in dims[split.dim] if split.dim < len(dims) else ():
+    for at, letter in enumerate(letters):
         until = before * rule.sizes[letter]
-        if split.outer % before == 0 and until % (split.outer * ranks) == 0:
-            return label_of(letter, split.outer // before)
+        if split.outer % before == 0 and split.unit:
+            after = prod(rule.sizes[x] for x in letters[at + 1 :])
+            factor = Factor(letter, split.outer // before, split.unit // max(1, after))
+            if after and split.unit % after == 0 and factor.unit and factor.fits(rule.sizes[letter], ranks):
+                return str(factor)
+        elif split.outer % before == 0 and until % (split.outer * ranks) == 0:
+            return str(Factor(letter, split.outer // before))
         before = until
     return None

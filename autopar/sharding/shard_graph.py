@@ -1,6 +1,7 @@
-"""From a whole graph and its strategies to the graph that every rank of a tensor-parallel group runs.
+"""From a whole graph and its strategies to the graph that a rank of a tensor-parallel group runs.
 
-The local graph is priced, cut, printed and compiled like any other graph, so the plan that was compared is what runs.
+All ranks run one graph, unless a split is ragged. The local graph is priced, cut, printed and compiled like any other
+graph, so the plan that was compared is what runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 from autopar.ir.graph import Graph, Op, Ref, Value, contiguous_strides, refs, renamed
 from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout
 from autopar.ir.names import unused_name
-from autopar.sharding.localise import localised
+from autopar.sharding.localise import localised, ragged_part
 from autopar.sharding.propagate import GraphSharding, assign, storage_layout
 from autopar.sharding.reshard import ReshardStep, reshard_steps
 
@@ -24,8 +25,9 @@ def shard_graph(
     storage: Mapping[str, Layout],
     ranks: AxisSizes,
     stage_of: Mapping[str, int],
+    rank: int = 0,
 ) -> Graph:
-    """The graph that every rank runs: local shapes, and collectives between its operations.
+    """The graph that a rank runs: local shapes, and collectives between its operations.
 
     Inputs, constants and outputs are replicated. A tensor is resharded once for all readers of a stage that read it in
     one layout. A partial sum is reduced on the stage of its producer, everything else on the stage of its reader.
@@ -34,14 +36,15 @@ def shard_graph(
         strategies: label of an operation's strategy by its name; see `assign` for operations without.
         storage: layout of every weight.
         stage_of: stage of every operation.
+        rank: on the tensor axis; the first rank has the largest parts. Only ragged splits depend on it.
     """
     assigned = assign(graph, strategies, storage, ranks)
-    builder = Builder(graph, assigned, storage, ranks, stage_of)
+    builder = Builder(graph, assigned, storage, ranks, stage_of, {TP: rank})
     ops = {op.name: builder.local(op) for op in graph.ops}
     outputs = renamed(graph.outputs, {name: builder.output(name) for name in refs(graph.outputs)})
     return replace(
         graph,
-        weights=tuple(replace(w, shape=storage[w.name].local_shape(w.shape, ranks)) for w in graph.weights),
+        weights=tuple(replace(w, shape=storage[w.name].local_shape(w.shape, ranks, {TP: rank})) for w in graph.weights),
         ops=tuple(o for op in graph.ops for o in (*builder.before[op.name], ops[op.name], *builder.after[op.name])),
         outputs=outputs,
     )
@@ -75,11 +78,13 @@ class Builder:
         storage: Mapping[str, Layout],
         ranks: AxisSizes,
         stage_of: Mapping[str, int],
+        index: AxisSizes,
     ) -> None:
         self.graph, self.sharding, self.ranks, self.stage_of = graph, assigned, ranks, stage_of
+        self.index = index  # this rank's number on each axis
         self.local_values = {value.name: value for value in graph.inputs}
         for w in graph.weights:
-            self.local_values[w.name] = replace(w, shape=storage[w.name].local_shape(w.shape, ranks)).value
+            self.local_values[w.name] = replace(w, shape=storage[w.name].local_shape(w.shape, ranks, index)).value
         self.used_names = {op.name for op in graph.ops} | set(graph.shapes)
         self.converted_names: dict[tuple[str, Layout, int], str] = {}  # (value, layout, stage) -> the converted value
         self.before: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
@@ -90,7 +95,7 @@ class Builder:
         strategy = self.sharding.strategies[op.name]
         names = {name: self.convert(name, read, op) for name, read in zip(op.reads, strategy.operands)}
         if op.name in self.sharding.rules:
-            op = localised(op, self.sharding.rules[op.name], strategy, self.ranks[TP])
+            op = localised(op, self.sharding.rules[op.name], strategy, self.ranks[TP], self.index[TP])
         self.local_values |= {value.name: value for value in op.outputs}
         return op.reading(names)
 
@@ -107,24 +112,33 @@ class Builder:
         steps = reshard_steps(layout, read, TP, self.ranks[TP])
         for step in steps:
             home = self.graph.producer[name] if layout.partial else reader
-            layout = read if step is steps[-1] else REPLICATED
+            source, layout = layout, read if step is steps[-1] else REPLICATED
             key = (name, layout, self.stage_of[home.name])
             if key not in self.converted_names:
-                self.converted_names[key] = self.insert(step, name, current, layout, home)
+                self.converted_names[key] = self.insert(step, name, current, source, layout, home)
             current = self.converted_names[key]
         return current
 
-    def insert(self, step: ReshardStep, name: str, current: str, layout: Layout, home: Op) -> str:
+    def insert(self, step: ReshardStep, name: str, current: str, made: Layout, layout: Layout, home: Op) -> str:
         """Name of the result of a new operation that takes a reshard step from the current form of a value."""
         source = self.local_values[current]
         unique = unused_name(f"{name}.{step.name}", self.used_names)
         self.used_names.add(unique)
-        shape = layout.local_shape(self.graph.shapes[name], self.ranks)
+        shape = layout.local_shape(self.graph.shapes[name], self.ranks, self.index)
         stride = source.stride if step.name in UNCOPIED else contiguous_strides(shape)
         result = Value(unique, shape, source.dtype, stride, source.requires_grad)
-        op = Op(unique, f"autopar.{step.name}.default", (Ref(current), *step.args), (), (result,), home.module,
+        op = Op(unique, f"autopar.{step.name}.default", (Ref(current), *step.args),
+                self.ragged_arguments(name, made, layout), (result,), home.module,
                 home.source, home=home.name)  # fmt: skip
         self.local_values[unique] = result
         makes_it = self.graph.producer.get(name) is home
         (self.after if makes_it else self.before)[home.name].append(op)
         return unique
+
+    def ragged_arguments(self, name: str, made: Layout, read: Layout) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Keyword arguments of a resharding between layouts of which one is ragged; none between others."""
+        splits = [("ragged", split) for layout in (made, read) for split in layout.splits]
+        if len(splits) > 1:
+            splits = list(zip(("src_ragged", "dst_ragged"), (split for _, split in splits)))
+        shape, rank = self.graph.shapes[name], self.index[TP]
+        return tuple((word, ragged_part(split, shape, rank)) for word, split in splits if split.unit)

@@ -69,7 +69,11 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) 
 
 
 def whole_shape(shape: Sequence[int], layout: Layout, ranks: AxisSizes) -> tuple[int, ...]:
-    """The shape of the whole tensor of which a rank's part has this shape; inverse of `Layout.local_shape`."""
+    """The shape of the whole tensor of which a rank's part has this shape; inverse of `Layout.local_shape`.
+
+    A ragged part does not tell.
+    """
+    assert not layout.ragged, f"parts as {layout} differ in size"
     sizes = list(shape)
     for split in layout.splits:
         sizes[split.dim] *= ranks[split.axis]
@@ -153,7 +157,7 @@ def join_along_dim(
     count = prod(ranks[split.axis] for split in splits)
     assert len(members) == count, f"{len(members)} parts of {count}"
     shape = list(members[0][1].shape)
-    shape[dim] *= count
+    shape[dim] = sum(tensor.shape[dim] for _, tensor in members)
     result = members[0][1].new_empty(shape)
     for index, tensor in members:
         result.index_copy_(dim, held_indices(shape[dim], splits, ranks, index).to(tensor.device), tensor)
@@ -167,7 +171,8 @@ def held_indices(size: int, splits: Sequence[Split], ranks: AxisSizes, index: In
     for split in splits:
         count = ranks[split.axis]
         assert split.fits(size, count), f"{split} of a dim of {size}"
-        mine &= (indices // (size // (split.outer * count))) % count == index[split.axis]
+        part, position = split.part(size, count, index[split.axis]), indices % (size // split.outer)
+        mine &= (part.start <= position) & (position < part.stop)
     return indices[mine]
 
 

@@ -12,12 +12,12 @@ TP = 2
 
 
 def random_labels(graph: Graph, rng: random.Random) -> dict[str, str]:
-    """Strategy labels of most operations, by a whole factor or by a part of one."""
+    """Strategy labels of most operations, by a whole factor or by a part of one, ragged where sizes do not divide."""
     labels = {}
     for op in graph.ops:
         rule = rule_of(op, graph.shapes.__getitem__)
         if rule is not None and rng.random() < 0.7:
-            labels[op.name] = rng.choice(strategies(rule, TP, dict.fromkeys(rule.free, (2, 3)))).label
+            labels[op.name] = rng.choice(strategies(rule, TP, dict.fromkeys(rule.free, (2, 3)), rule.free)).label
     return labels
 
 

@@ -1,6 +1,6 @@
 """Oracle of sharding rules: runs an operation unsharded and sharded in float64, and compares.
 
-It shares only types with autopar: parts are cut and joined here by reading a dim as (outer, ranks, rest).
+It shares only types with autopar: parts are cut and joined here by reading a dim as (outer, units, unit).
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
     arriving = [torch.randn_like(y) if y.requires_grad else torch.zeros_like(y) for y in made]
     wanted = gradients(made, read, arriving)
     layouts = dict(zip(this.op.reads, strategy.operands))
-    local = localised(this.op, rule, strategy, ranks)
     parts: list[list[Tensor]] = []
     copies: list[Tensors] = []
     found: list[dict[str, Tensor]] = []
     for rank in range(ranks):
+        local = localised(this.op, rule, strategy, ranks, rank)
         mine = {name: as_read(t, layouts[name], ranks, rank) for name, t in this.tensors.items()}
         with numbered(rank, ranks):
             outputs, copy = run(local, mine)
@@ -140,8 +140,9 @@ def as_read(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
 def cut(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
     """Shard of a rank."""
     for split in layout.splits:
-        digits = tensor.unflatten(split.dim, (split.outer, ranks, -1))
-        tensor = digits.select(split.dim + 1, rank).flatten(split.dim, split.dim + 1)
+        unit = split.unit or tensor.shape[split.dim] // (split.outer * ranks)
+        units = tensor.unflatten(split.dim, (split.outer, -1, unit))
+        tensor = units.tensor_split(ranks, split.dim + 1)[rank].flatten(split.dim, split.dim + 2)
     return tensor
 
 
@@ -149,7 +150,7 @@ def join(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     """Tensor with these shards."""
     (split,) = layout.splits
     apart = [part.unflatten(split.dim, (split.outer, -1)) for part in parts]
-    return torch.stack(apart, split.dim + 1).flatten(split.dim, split.dim + 2)
+    return torch.cat(apart, split.dim + 1).flatten(split.dim, split.dim + 1)
 
 
 def equal(what: str, parts: Sequence[Tensor], whole: Tensor, layout: Layout) -> None:

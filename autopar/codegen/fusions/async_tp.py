@@ -33,7 +33,8 @@ def fused_op(pair: FusableLinear) -> Op:
     x: Any = given["input"] if layer_first else collective.args[0]
     axis_args: tuple[Any, ...] = collective.args[1:]
     if pair.operator == "all_gather_linear":
-        axis_args = axis_args[:-1]  # its gradient is partial
+        # Its gradient is partial.
+        axis_args = (*axis_args[:-1], *(ragged for _, ragged in collective.kwargs))
     elif pair.operator == "pipelined_all_gather_linear":
         axis_args = axis_args[2:-1]
     elif layer_first:

@@ -183,7 +183,7 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
     return collective_cost(op, pricing) if is_collective(op) else local_op_cost(op, pricing, pricing.num_bytes)
 
 
-def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
+def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: float = 1) -> OpCost:
     """Analytic cost of a rank's part of an operation: a roofline over its FLOPs and memory traffic.
 
     Operations that share kernels with others in compiled code on a GPU cost their part of these kernels instead.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, split_layout
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.rule import Strategy
 
@@ -91,7 +91,16 @@ def candidate_splits(book: RuleCache, batch_divides: bool) -> CandidateSplits:
 def may_read(
     operands: Iterable[Layout], op: Op, book: RuleCache, samples: Mapping[str, Layout], batch_divides: bool
 ) -> bool:
-    """Whether an operation may read operands in these layouts: samples are split only if no weight is multiplied."""
+    """Whether an operation may read operands in these layouts.
+
+    Samples are split only if no weight is multiplied, and never raggedly.
+    """
+    operands = tuple(operands)
+    for name, layout in zip(op.reads, operands):
+        if layout.ragged and (sample := samples.get(name)) is not None:
+            (split,) = layout.splits
+            if split_layout(split.dim, split.outer) == sample:
+                return False
     if batch_divides and not book.multiplies_weights(op):
         return True
     return not any(layout.splits and layout == samples.get(name) for name, layout in zip(op.reads, operands))

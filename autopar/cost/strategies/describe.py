@@ -26,7 +26,9 @@ CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
 
 
 def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, ...]:
-    """Sizes that the ranks do not divide, in words: ``attention has 3 heads``, ``197 tokens``.
+    """Sizes that keep operations whole, in words: ``attention has 3 heads``, ``head has 10 output features``.
+
+    The ranks do not divide the features of weights, or there are fewer heads or tokens than ranks.
 
     Each is listed once, in order of appearance. Sample dims are left out; the caller checks the batch.
 
@@ -54,7 +56,7 @@ def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mappin
         return  # a graph input, such as the channels of an image
     if weights and book.multiplies_weights(op):
         yield f"{where} has {size} {'input' if fed else 'output'} {'channels' if 'conv' in op.target else 'features'}"
-    elif fed:
+    elif fed and size < book.ranks:  # larger ones are split raggedly
         dims = rule.operands[fed[0]]
         dim = next(d for d, letters in enumerate(dims) if letter in letters)
         sample = samples.get(op.reads[fed[0]])

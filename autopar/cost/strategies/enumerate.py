@@ -66,7 +66,8 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     batch_divides = pricing.batch % pricing.ranks == 0 and graph.batch % pricing.ranks == 0
-    book = RuleCache(graph, pricing.stats, pricing.ranks)
+    # Where the ranks divide the samples, regions between products split these: as good as tokens, and never ragged.
+    book = RuleCache(graph, pricing.stats, pricing.ranks, ragged=not batch_divides)
     context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides, factors)
     owned = owners(groups, pricing)
     boundaries = group_boundaries(groups, graph)
@@ -177,7 +178,8 @@ def resharding_costs(
                     if made == read:
                         continue
                     copied = (name, read) in copies and bool(made.splits or read.splits)
-                    saved = round(num_bytes / (pricing.ranks if read.splits else 1)) if copied else 0
+                    share = read.largest_share(book.graph.shapes[name], {TP: pricing.ranks}) if copied else 0
+                    saved = round(num_bytes * share)
                     key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
                         seconds = resharding_cost(made, read, num_bytes, trained, layer, pricing)

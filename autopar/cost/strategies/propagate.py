@@ -13,7 +13,7 @@ from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.sharding.propagate import replicated, storage_layout, without_gradient_sum
-from autopar.sharding.rule import Strategy, letter_and_parts
+from autopar.sharding.rule import Strategy, factor_of
 
 
 class ReadLayout(NamedTuple):
@@ -208,9 +208,9 @@ def anchor_strategies(members: OpGroup, context: PropagationContext) -> Iterable
             read = book.reading(op, number, layout)
             if read is not None:
                 found.setdefault(read.label, read)
-    useful = {letter_and_parts(label)[0] for label, s in found.items() if is_consumable(op, s, context)}
+    useful = {factor_of(label).letter for label, s in found.items() if is_consumable(op, s, context)}
     for label, strategy in found.items():
-        needed = is_consumable(op, strategy, context) or letter_and_parts(label)[0] not in useful
+        needed = is_consumable(op, strategy, context) or factor_of(label).letter not in useful
         if needed and context.allows(op, strategy):
             yield strategy
 

@@ -20,11 +20,15 @@ class RuleCache:
     """Rules and strategies of a graph's operations on ``ranks`` ranks.
 
     Operations that share an `OpStats` object differ in names alone, so that they have the same rules and strategies.
+
+    Args:
+        ragged: whether any letter that the ranks do not divide may be split raggedly, or only the heads of attention.
     """
 
     graph: Graph
     stats: GraphStats
     ranks: int
+    ragged: bool = False
     rules: dict[int, Rule | None] = field(default_factory=dict, repr=False)
     by_layout: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
     contiguous: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
@@ -73,7 +77,9 @@ class RuleCache:
         if rule is None:
             return ()
         if key not in self.contiguous:
-            self.contiguous[key] = strategies(rule, self.ranks, {})[1:]
+            heads = rule.outputs[0][1:-2] if op.target == ATTENTION else ()
+            ragged = rule.free if self.ragged else [letter for dim in heads for letter in dim]
+            self.contiguous[key] = strategies(rule, self.ranks, {}, ragged)[1:]
         return self.contiguous[key]
 
     def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:

@@ -6,7 +6,7 @@ collective, which the weight's gradient does not wait for (Megatron's linear wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.async_tp.side_stream import on_side_stream
-from autopar.ops.collectives import empty_resized, on, stack_parts
+from autopar.ops.collectives import empty_resized, local_size, on, stack_parts, without_padding
 
 
 def reduce_and_compute_wgrad(grad_rows: Tensor, x: Tensor, reduce: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -34,18 +34,24 @@ def reduce_and_compute_wgrad(grad_rows: Tensor, x: Tensor, reduce: Callable[[], 
 
 @torch.library.custom_op("autopar::all_gather_linear_backward", mutates_args=())
 def all_gather_linear_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str,
+    ragged: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's part of the input, and of the weight.
 
     Args:
         gradient: of the layer's output, [..., out].
-        x: gathered input, [..., in]; its ``dim`` is ``ranks`` times as long as a part's.
+        x: gathered input, [..., in].
         weight: [out, in].
     """
     grad_rows = gradient.flatten(0, -2)
-    stacked = stack_parts((grad_rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
-    return reduce_and_compute_wgrad(grad_rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
+    stacked = stack_parts((grad_rows @ weight).view(x.shape), dim, outer, ranks, ragged).contiguous()
+
+    def reduce() -> Tensor:
+        part = on(axis, ranks).reduce_scatter(stacked, overlapped=True)
+        return without_padding(part, dim, outer, ranks, ragged)
+
+    return reduce_and_compute_wgrad(grad_rows, x, reduce)
 
 
 @torch.library.custom_op("autopar::linear_with_async_grad_allreduce_backward", mutates_args=())
@@ -71,9 +77,10 @@ def linear_with_async_grad_allreduce_backward(
 
 @all_gather_linear_backward.register_fake
 def _fake_all_gather_linear_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
-) -> tuple[Tensor, Tensor]:
-    return empty_resized(x, {dim: x.shape[dim] // ranks}), empty_resized(weight, {})
+    gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str,
+    ragged: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return empty_resized(x, {dim: local_size(x.shape[dim], outer, ranks, ragged)}), empty_resized(weight, {})
 
 
 @linear_with_async_grad_allreduce_backward.register_fake
@@ -86,12 +93,13 @@ def _fake_linear_with_async_grad_allreduce_backward(
 class LinearWithAsyncGradReduce(torch.autograd.Function):
     """A linear layer of ``x`` [..., in], ``weight`` [out, in] and ``bias`` [out], gathering ``x`` first if ``gathers``.
 
-    ``comm_args`` are the collective's arguments: dim, outer, ranks and axis of an all-gather, the axis of a sum.
+    ``comm_args`` are the collective's arguments: dim, outer, ranks, axis and ragged of an all-gather, or the axis of a
+    sum.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *comm_args: Any) -> Tensor:
-        whole = collectives.all_gather(x, *comm_args, True) if gathers else x
+        whole = collectives.all_gather(x, *comm_args[:4], True, *comm_args[4:]) if gathers else x
         ctx.save_for_backward(whole, weight)
         ctx.gathers, ctx.comm_args = gathers, comm_args
         return F.linear(whole, weight, bias)
@@ -113,7 +121,7 @@ class LinearWithAsyncGradReduce(torch.autograd.Function):
 
 torch.library.define(
     "autopar::all_gather_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, int dim, int outer, int ranks, str axis) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, int dim, int outer, int ranks, str axis, int[]? ragged=None) -> Tensor",
 )
 torch.library.define(
     "autopar::linear_with_async_grad_allreduce", "(Tensor x, Tensor weight, Tensor? bias, str axis) -> Tensor"
@@ -128,7 +136,7 @@ def all_gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *comm_args
         x: this rank's part, [..., in].
         weight: [out, in].
         bias: [out].
-        comm_args: dim, outer, ranks and axis.
+        comm_args: dim, outer, ranks, axis, and ragged where parts differ in size.
     """
     return LinearWithAsyncGradReduce.apply(x, weight, bias, True, *comm_args)  # type: ignore[return-value]
 

@@ -19,7 +19,7 @@ from autopar.runtime.optim.param_groups import names_in_groups, options_of, plai
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.random_state import generator_states
 from autopar.runtime.spec import RankSpec
-from autopar.sharding.tensors import Box, boxes, whole_shape
+from autopar.sharding.tensors import Box, boxes
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # first words of tensor keys
 
@@ -127,9 +127,9 @@ def rank_state(rank: CheckpointedRank) -> RankState:
         name, layout = weight.name, spec.layout(weight.name)
         if weight.kind != "parameter" and not (spec.place.replica == 0 and spec.has_first_copy(name)):
             continue  # each replica has its own buffers; the first replica's are saved
-        pieces.append(sharded_tensor(spec, f"{MODEL}.{name}", layout, rank.weights[name]))
+        pieces.append(sharded_tensor(spec, f"{MODEL}.{name}", name, layout, rank.weights[name]))
         if name in averages:
-            pieces.append(sharded_tensor(spec, f"{EMA}.{name}", layout, averages[name]))
+            pieces.append(sharded_tensor(spec, f"{EMA}.{name}", name, layout, averages[name]))
     states, groups = optimizer_states(rank, pieces)
     optimizer, scheduler, scaler = updater.optimizer, updater.scheduler, updater.scaler
     training = Training(
@@ -148,10 +148,16 @@ def rank_state(rank: CheckpointedRank) -> RankState:
     return RankState(pieces, training)
 
 
-def sharded_tensor(spec: RankSpec, key: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
-    """Part of a tensor of this layout on a rank; ``tensor`` is the local part, [*local]."""
+def sharded_tensor(spec: RankSpec, key: str, name: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
+    """Part of a weight, or of a state in the layout of a weight, on a rank.
+
+    Args:
+        name: of the weight.
+        layout: of the tensor: the weight's, or replicated.
+        tensor: the local part, [*local].
+    """
     ranks = {TP: spec.mesh.tp}
-    shape = whole_shape(tensor.shape, layout, ranks)
+    shape = spec.whole_shape(name, tensor.shape) if layout.splits else tuple(tensor.shape)
     return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: spec.place.shard}), tensor)
 
 
@@ -186,7 +192,8 @@ def optimizer_states(
                         "tp=1, or with an optimizer whose state is shaped like its parameters."
                     )
                 (split if alike else whole).append(key)
-                pieces.append(sharded_tensor(rank.spec, state_key(name, key), layout if alike else REPLICATED, value))
+                stored = layout if alike else REPLICATED
+                pieces.append(sharded_tensor(rank.spec, state_key(name, key), name, stored, value))
             states[name] = ParameterState(number, values, tuple(split), tuple(whole), updater.made_options[name])
     return states, tuple(options_of(group) for group in saved["param_groups"])
 

@@ -55,12 +55,12 @@ class Restore:
         self.training = read_training(self.data)
         layouts = {weight.name: rank.spec.layout(weight.name) for weight in rank.spec.weights}
         pieces = [
-            sharded_tensor(rank.spec, f"{MODEL}.{name}", layout, rank.weights[name].detach())
+            sharded_tensor(rank.spec, f"{MODEL}.{name}", name, layout, rank.weights[name].detach())
             for name, layout in layouts.items()
         ]
         for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
             start = EMA if name in self.training.ema else MODEL  # averages start as copies of the weights
-            pieces.append(sharded_tensor(rank.spec, f"{start}.{name}", layouts[name], tensor))
+            pieces.append(sharded_tensor(rank.spec, f"{start}.{name}", name, layouts[name], tensor))
         if updater.optimizer is None or self.training.optimizer is None:
             return pieces
         self.check_optimizer()
@@ -77,7 +77,7 @@ class Restore:
                 own[key] = current.get(key)
                 if own[key] is None or own[key].shape != shape:
                     own[key] = torch.empty(shape, dtype=saved.properties.dtype, device=parameter.device)
-                pieces.append(sharded_tensor(rank.spec, state_key(name, key), layout, own[key].detach()))
+                pieces.append(sharded_tensor(rank.spec, state_key(name, key), name, layout, own[key].detach()))
         return pieces
 
     def check_optimizer(self) -> None:

@@ -214,9 +214,7 @@ def kinds_of(spec: RankSpec, optimizer: Optimizer, held: Mapping[str, nn.Paramet
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
-            splits, shape = spec.layout(name).splits, list(parameter.shape)
-            for split in splits:
-                shape[split.dim] *= spec.mesh.tp
+            splits, shape = spec.layout(name).splits, spec.whole_shape(name, parameter.shape)
             kinds[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
     return kinds
 

