@@ -10,12 +10,10 @@ FAST = ("mixer_b16_224, 256, bf16-params, h100-nvlink", "vit_base_patch16_224 at
 MAX_ERROR = 0.08
 # Larger errors, explained in docs/benchmarks.md.
 KNOWN_ERRORS = {
-    "cait_s24_224": 0.17,
-    "efficientnet_b3": 0.18,
+    "cait_s24_224": 0.15,
     "gmixer_24_224": 0.1,
     "hiera_base_224": 0.14,
-    "poolformer_s24": 0.32,
-    "resnet101": 0.11,
+    "resnet101": 0.1,
     "swin_tiny_patch4_window7_224": 0.11,
 }
 STEPS = [pytest.param(s, id=str(s), marks=[] if str(s) in FAST else pytest.mark.full) for s in measured_steps()]
