@@ -6,6 +6,7 @@ Input is a graph with its statistics, eager and compiled; output is a tuple of `
 - `kernel`: a kernel, its accesses to tensors, and which kernels become one.
 - `fused_graph`: the graph with its regions, and the operations that libraries compute ("external").
 - `forward`, `backward`: kernels of either direction.
+- `pooling`: kernels of pooling by windows.
 - `layer_copies`: copies of operands that linear layers need in another layout.
 - `fused_kernels`: all kernels of a microbatch.
 - `traffic`: bytes by operation, with the slowdowns of generated kernels.

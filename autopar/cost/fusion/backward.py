@@ -22,7 +22,11 @@ def backward_kernels(fused: FusedGraph) -> Iterator[FusedKernel]:
     """All kernels of the backward."""
     gradients = Gradients(fused)
     drafts = (gradients.draft(node) for node in gradients.written)
-    return merged_kernels(drafts, "backward", fused.position)
+    yield from merged_kernels(drafts, "backward", fused.position)
+    for name, reader in fused.recomputed_norms.items():
+        norm = fused.graph.producer[name]
+        write = Access(norm.name, name, fused.float32_copies(name))
+        yield FusedKernel("backward", (reader.name,), (Access(norm.name, norm.reads[0]),), (write,))
 
 
 class Gradients:
@@ -103,7 +107,7 @@ class Gradients:
         fused, own = self.fused, Access(self.owner(target).name, target[0])
         found = Draft((target[1], self.depth[target]), prod(fused.operands[target[0]].shape))
         found.writes["gradient", target] = own
-        waiting, seen = [(target, own)], dict[Node, int]()
+        waiting, seen = [(target, own)], dict[Node, float]()
         while waiting:
             node, access = waiting.pop()
             if seen.get(node, 0) >= access.times:
@@ -118,7 +122,7 @@ class Gradients:
                 found.ops.add(op.name)
                 times = access.times * (2 if op.target in CHANNEL_NORMS else 1)
                 for saved in fused.backward_reads(op):
-                    found.add_read(("saved", fused.root(saved.tensor)), replace(saved, times=times))
+                    found.add_read(("saved", fused.root(saved.tensor)), replace(saved, times=saved.times * times))
                 for child in self.children(op):
                     below, read = self.same.get(child, child), Access(op.name, child[0], times)
                     if below in self.written and below != target:

@@ -8,12 +8,13 @@ Source: torch/_inductor/ir.py and scheduler.py of torch 2.11, and kernels of doc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from autopar.cost.fusion.fused_graph import CHANNEL_NORMS, ROW_NORMS, SOFTMAX, FusedGraph
-from autopar.cost.fusion.kernel import Access, Draft, FusedKernel, merged_kernels
+from autopar.cost.fusion.fused_graph import ACTIVATIONS, CHANNEL_NORMS, ROW_NORMS, SOFTMAX, FusedGraph
+from autopar.cost.fusion.kernel import Access, Draft, FusedKernel, Place, merged_kernels
 from autopar.ir.graph import Op, refs
 
 # A longer row does not stay in registers between the pass for statistics and that for values (inductor's persistent
@@ -23,11 +24,15 @@ MAX_PERSISTENT_ROW = 1024
 
 def forward_kernels(fused: FusedGraph) -> Iterator[FusedKernel]:
     """All kernels of the forward."""
-    depth, written = depths(fused), frozenset(written_values(fused))
-    makers = (op for op in fused.graph.ops if op.name not in fused.external and fused.stats.ops[op.name].moves_data)
-    made = ((op, v.name) for op in makers for v in op.outputs if v.name in written)
-    drafts = (draft(op, name, fused, written, depth[op.name]) for op, name in made)
-    yield from merged_kernels(drafts, "forward", fused.position)
+    depth, written = depths(fused), dict.fromkeys(written_values(fused), 1)
+    makers = [op for op in fused.graph.ops if op.name not in fused.external and fused.stats.ops[op.name].moves_data]
+
+    def drafts() -> list[Draft]:
+        made = ((op, v.name) for op in makers for v in op.outputs if v.name in written)
+        return [draft(op, name, fused, written, depth[op.name]) for op, name in made]
+
+    written |= {name: fused.float32_copies(name) for name in shared_norms(drafts(), fused, written)}
+    yield from merged_kernels(drafts(), "forward", fused.position)
     yield from in_place_kernels(fused)
 
 
@@ -60,12 +65,31 @@ def written_values(fused: FusedGraph) -> Iterator[str]:
                 yield fused.root(name)
 
 
-def draft(op: Op, name: str, fused: FusedGraph, written: frozenset[str], depth: int) -> Draft:
-    """The kernel that makes one value."""
+def shared_norms(drafts: Iterable[Draft], fused: FusedGraph, written: Collection[str]) -> Iterator[str]:
+    """Results of norms over channels that several kernels would compute again, as `FusedGraph.recomputed_norms`."""
+    places = defaultdict[str, set[Place]](set)
+    for kernel in drafts:
+        for name in kernel.ops:
+            places[name].add(kernel.place)
+    for op in fused.graph.ops:
+        if op.target in CHANNEL_NORMS and len(places[op.name]) > 1:
+            name = op.outputs[0].name
+            if name not in written and any(reader.target in ACTIVATIONS for reader in fused.readers[name]):
+                yield name
+
+
+def draft(op: Op, name: str, fused: FusedGraph, written: Mapping[str, int], depth: int) -> Draft:
+    """The kernel that makes one value.
+
+    Args:
+        written: values in memory, each with the bytes that it has there over its own.
+    """
     found = Draft((fused.region[op.name], depth), prod(fused.operands[name].shape))
-    write = replace(fused.access(op.name, name), is_transposed=name in fused.copied_roots)
+    write = replace(fused.access(op.name, name, written[name]), is_transposed=name in fused.copied_roots)
     found.writes["value", name] = write
-    waiting, seen = [(op, 1)], dict[str, int]()
+    if name in fused.masks:
+        found.writes["mask", name] = Access(op.name, name, fused.masks[name])
+    waiting, seen = list[tuple[Op, float]]([(op, 1)]), dict[str, float]()
     while waiting:
         member, times = waiting.pop()
         if seen.get(member.name, 0) >= times:
@@ -78,7 +102,7 @@ def draft(op: Op, name: str, fused: FusedGraph, written: frozenset[str], depth: 
             if root in fused.graph.weight:
                 continue
             if maker is None or root in written or maker.name in fused.external:
-                found.add_read(("value", root), fused.access(member.name, read, times))
+                found.add_read(("value", root), fused.access(member.name, read, times * written.get(root, 1)))
             else:
                 waiting.append((maker, times))
     return found

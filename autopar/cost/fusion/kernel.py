@@ -17,13 +17,13 @@ class Access:
     """A kernel's access to an operand or result of the operation ``op``, or to its gradient.
 
     Args:
-        times: passes over the tensor.
+        times: passes over the tensor, times bytes of its elements in the kernel's memory over its own.
         is_transposed: whether elements that are neighbours for the kernel lie apart in memory.
     """
 
     op: str
     tensor: str
-    times: int = 1
+    times: float = 1
     is_transposed: bool = False
 
 

@@ -9,16 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from autopar.cost.fusion.fused_graph import CHANNEL_NORMS, ROW_NORMS, SOFTMAX, is_external
+from autopar.cost.fusion.fused_graph import ACTIVATIONS, CHANNEL_NORMS, ROW_NORMS, SOFTMAX, SPATIAL_MEANS, is_external
 from autopar.cost.fusion.kernel import DIRECTIONS, Access, Direction, FusedKernel
 from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
 from autopar.ir.graph import Graph, Op
 
-ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("gelu", "silu", "sigmoid", "tanh", "mish"))
 ACTIVATION_SLOWDOWN = 1.15  # arithmetic of erf and exp that traffic does not hide
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
-TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm whose elements lie apart are read in two passes
+TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
 UNCOALESCED_SLOWDOWN = 10.0  # of at most 16: a sector of 32 bytes for each element of 2 bytes
 SUM_KERNELS = 2  # of a sum over rows: partial sums of blocks of rows and their sum, or that and its cast
 
@@ -63,10 +62,11 @@ def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> f
         made = stats.ops[op.name].outputs
         if op.target in ACTIVATIONS:
             factor = max(factor, ACTIVATION_SLOWDOWN)
-        elif op.target in CHANNEL_NORMS:
+        elif op.target in CHANNEL_NORMS | SPATIAL_MEANS:
             factor = max(factor, COLUMN_SUM_SLOWDOWN)
         elif op.target in SOFTMAX:
-            factor = max(factor, ACTIVATION_SLOWDOWN * lane_padding(made[0].shape[-1]))
+            apart = TRANSPOSED_NORM_SLOWDOWN if is_transposed else 1.0
+            factor = max(factor, apart * ACTIVATION_SLOWDOWN * lane_padding(made[0].shape[-1]))
         elif op.target in ROW_NORMS and kernel.direction == "backward":
             factor = max(factor, NORM_BACKWARD_SLOWDOWN * lane_padding(made[0].shape[-1]))
         elif op.target in ROW_NORMS and is_transposed:

@@ -7,26 +7,34 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
 import torch
 
+from autopar.cost.fusion.fused_graph import MAX_POOL, RELU
 from autopar.cost.fusion.fused_kernels import fused_kernels
 from autopar.cost.fusion.traffic import fused_traffic
 from autopar.cost.ops.op_stats import GraphStats, OpStats, storage_names
 from autopar.ir.graph import Graph, Op, refs
 from autopar.ops.regions import region_starts
 from autopar.ops.registry import operator
+from autopar.sharding.fuse_linear import is_layer
 
 # Besides the operations that torch tags as pointwise: these move elements, or scale rows by sums of them.
 DATA_MOVEMENT = frozenset(
     f"aten.{name}" for name in ("contiguous.default", "index.Tensor", "pad.default", "roll.default")
 )
-NORMS = frozenset(f"aten.{name}.default" for name in ("group_norm", "layer_norm", "rms_norm"))
+NORMS = frozenset(f"aten.{name}.default" for name in ("batch_norm", "group_norm", "layer_norm", "rms_norm"))
 SOFTMAX = frozenset(("aten.softmax.int", "aten.log_softmax.int"))
 FUSIBLE = DATA_MOVEMENT | NORMS | SOFTMAX | {"aten.to.dtype"}
+# Reductions read what is recomputed, but their smaller results are saved.
+REDUCTIONS = frozenset(
+    f"aten.{name}"
+    for name in ("adaptive_avg_pool2d.default", "linalg_vector_norm.default", "mean.dim", "sum.dim_IntList")
+) | {MAX_POOL}
+INDEX_BYTES, SIGN_BYTES = 8, 1
 ROW_BYTES = 8  # the largest element of a softmax's row and its sum, in float32
 
 # Tensors by name, each with an operation that reads it and the index of the operand there.
@@ -44,6 +52,7 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
         model compares one tensor after the other with its sources.
     Source: min_cut_rematerialization_partition in torch's torch/_functorch/partitioners.py.
     """
+    eager, stats = stats, GraphStats(decomposed_ops(graph, stats))
     partitioner = PartitionerModel(graph, stats)
     kept = {partitioner.tensor(name) for op in graph.ops for name in stats.ops[op.name].saved_names(op)}
     dropped, extra_bytes = set[str](), Counter[str]()
@@ -75,7 +84,43 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
         return changed.setdefault((id(own), *saved), new)
 
     compiled = GraphStats({op.name: exchanged(op) for op in graph.ops})
-    return replace(compiled, traffic=fused_traffic(graph, compiled, fused_kernels(graph, stats, compiled)))
+    return replace(compiled, traffic=fused_traffic(graph, compiled, fused_kernels(graph, eager, compiled)))
+
+
+def decomposed_ops(graph: Graph, stats: GraphStats) -> Mapping[str, OpStats]:
+    """Statistics of each operation with what its decomposition saves, where that is less than in eager mode.
+
+    - A max pooling saves the offset of each maximum in its window instead of its index and its operand.
+    - A ReLU whose result leaves its region saves which elements are positive, unless another operation of its region
+      saves the result.
+    - A linear layer whose wgrad GEMM accumulates saves its operand where autograd saves a dense copy of it.
+    """
+    storage, weights = storage_names(graph, stats), graph.weight
+    readers = Counter(name for op in graph.ops for name in op.reads)
+    starts, saving, leaving = region_starts(graph.ops), defaultdict[str, set[str]](set), {*refs(graph.outputs)}
+    region = {op.name: bisect_right(starts, i) for i, op in enumerate(graph.ops)}
+    for op in graph.ops:
+        home = region[op.name]
+        leaving |= {name for name in op.reads if name in graph.producer and region[graph.producer[name].name] != home}
+        for name in stats.ops[op.name].saved_names(op):
+            saving[storage.get(name, name)].add(op.name)
+    changed = dict[tuple, OpStats]()  # equal operations keep sharing one object
+
+    def decomposed(op: Op) -> OpStats:
+        own, new = stats.ops[op.name], None
+        if op.target == MAX_POOL and own.saved_bytes:
+            new = replace(own, saved_operands=(), saved_bytes=own.saved_bytes // INDEX_BYTES)
+        elif op.target == RELU and own.saved_outputs and op.outputs[0].name in leaving:
+            others = saving[op.outputs[0].name] - {op.name}
+            if all(region[other] != region[op.name] for other in others):
+                new = replace(own, saved_outputs=(), saved_bytes=prod(op.outputs[0].shape) * SIGN_BYTES)
+        elif is_layer(op) and own.saved_bytes and 0 not in own.saved_operands:
+            weight = weights.get(op.reads[1])
+            if weight is not None and weight.dtype != weight.stored_dtype and readers[weight.name] == 1:
+                new = replace(own, saved_operands=(0, *own.saved_operands), saved_bytes=0)
+        return own if new is None else changed.setdefault((id(own), new.saved_outputs), new)
+
+    return {op.name: decomposed(op) for op in graph.ops}
 
 
 class PartitionerModel:
@@ -95,7 +140,7 @@ class PartitionerModel:
         starts = region_starts(graph.ops)
         region = [bisect_right(starts, i) for i in range(len(graph.ops))]
         for i, op in enumerate(graph.ops):
-            alone = stats.ops[op.name].moves_data and not is_fusible(op)
+            alone = stats.ops[op.name].moves_data and not is_fusible(op) and op.target not in REDUCTIONS
             read = {self.tensor(name) for name in op.reads} & self.producer_index.keys()
             self.written |= {name for name in read if alone or region[self.producer_index[name]] != region[i]}
 
@@ -132,6 +177,6 @@ class PartitionerModel:
 
 def is_fusible(op: Op) -> bool:
     """Whether torch.compile fuses an operation into a kernel with others, so that it is cheap to recompute."""
-    if not op.outputs or op.mutates:
+    if not op.outputs or (op.mutates and op.target not in NORMS):  # a norm may update its running statistics
         return False
     return op.target in FUSIBLE or torch.Tag.pointwise in operator(op.target).tags

@@ -210,3 +210,32 @@ def test_kernels_of_a_block_of_vit_large() -> None:
     for key, part in KERNELS.items():
         (own,) = (value for name, value in measured.items() if part in name)
         assert seconds[key] == pytest.approx(own, rel=0.25), key
+
+
+class Squeezed(nn.Module):
+    """A block of EfficientNet without expansion: squeeze-and-excitation reads a norm's activation twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.gate, self.project = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.silu(self.norm(self.conv(x)))
+        return self.project(x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid())
+
+
+def test_a_norm_that_several_kernels_read_is_written_in_float32() -> None:
+    model = Squeezed()
+    graph = lower_model(model, example_call(model, torch.randn(2, 8, 8, 8), None, None), "train", "net", "bf16")
+    written = [(k.direction, a.times) for k in kernels(graph) for a in k.writes if a.tensor == "norm.batch_norm"]
+    assert written == [("forward", 2), ("backward", 2)]
+
+
+def test_a_pooling_reads_an_element_once_for_each_window() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.MaxPool2d(3, 2), nn.Conv2d(4, 4, 1), nn.AvgPool2d(3, 1), nn.Conv2d(4, 4, 1)
+    )
+    listed = kernels(traced(model, 2, 3, 12, 12))
+    reads = [k.reads[0].times for k in listed if k.ops[0] in ("1.max_pool2d", "3.avg_pool2d")]
+    assert reads == [9 / 4, 1.5 * 16, 9, 9]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,14 @@ def small_convnext() -> nn.Module:
     return timm.models.ConvNeXt(depths=(1, 1, 2, 1), dims=(16, 32, 64, 128), num_classes=10)
 
 
+def small_resnet() -> nn.Module:
+    return timm.create_model("resnet50", layers=(1, 2, 1, 1), num_classes=10)
+
+
+def small_efficientnet() -> nn.Module:
+    return timm.create_model("efficientnet_b0", num_classes=10)
+
+
 def saved_bytes(graph: Graph, facts: GraphStats) -> int:
     """Bytes that the operations save, each tensor once and no weights."""
     root = storage_names(graph, facts)
@@ -64,7 +73,16 @@ def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("model", "side", "fused_less"),
-    only([(tiny_vit, 32, 0.0)], [(small_swin, 56, 0.08), (tiny_vit, 32, 0.0), (small_convnext, 64, 0.0)]),
+    only(
+        [(tiny_vit, 32, 0.0)],
+        [
+            (small_swin, 56, 0.08),
+            (tiny_vit, 32, 0.0),
+            (small_convnext, 64, 0.0),
+            (small_resnet, 64, -0.2),
+            (small_efficientnet, 64, 0.4),
+        ],
+    ),
 )
 def test_what_is_kept_is_what_torch_keeps(
     model: Callable[[], nn.Module], side: int, fused_less: float, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +124,22 @@ def test_a_sum_is_made_again_where_what_it_is_made_of_is_not_larger() -> None:
     facts = compiled_stats(narrow, graph_stats(narrow)).ops
     assert (facts["norm"].saved_operands, facts["wide"].saved_operands) == ((), (0,))
     assert compiled_stats(equal, graph_stats(equal)).ops["norm"].saved_operands == ()
+
+
+def test_a_layer_that_adds_to_its_main_gradient_saves_its_operand_not_a_copy() -> None:
+    """Its weight is a copy in bfloat16 of a float32 parameter; with a float32 weight, autograd saves the dense copy."""
+    weight = parameter("w", 4, 4)
+    narrow = replace(weight, dtype="bfloat16", master="float32")
+    for held, operands, copied in ((weight, (1,), 2 * 8 * 4 * 4), (narrow, (0, 1), 0)):
+        x, turned = (value(name, *shape, dtype=held.dtype) for name, shape in (("x", (2, 4, 8)), ("turned", (2, 8, 4))))
+        turned = replace(turned, stride=(32, 1, 8))
+        ops = (
+            op("aten.transpose.int", ("%x", 1, 2), turned),
+            op("aten.linear.default", ("%turned", "%w"), value("y", 2, 8, 4, dtype=held.dtype)),
+        )
+        net = graph((x,), (held,), *ops)
+        facts = compiled_stats(net, graph_stats(net)).ops["y"]
+        assert (facts.saved_operands, facts.saved_bytes) == (operands, copied)
 
 
 def test_operations_alike_go_on_sharing_their_facts() -> None:
