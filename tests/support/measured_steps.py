@@ -13,6 +13,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import hypot, sqrt
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "convolutional nets": ("resnet", "resnext", "regnet", "convnext", "efficientnet"),
     "windowed and hierarchical transformers": ("swin", "hiera"),
 }
+machine = cache(load_hardware)
 COVERAGE = 0.9  # share of steps that are to lie within their bands
 
 
@@ -104,7 +106,7 @@ class PredictedStep:
 
     def with_fusion_error(self, fusion_error: float) -> Mapping[str, float]:
         """The errors of parts with another error of fused memory kernels."""
-        hardware = load_hardware(self.step.hardware)
+        hardware = machine(self.step.hardware)
         of_numbers = largest_error(hardware, "memory.bandwidth", "memory.efficiency")
         ratio = max(fusion_error, of_numbers) / max(FUSION_ERROR, of_numbers)
         return {name: error * (ratio if name == "memory" else 1) for name, error in self.errors.items()}
@@ -118,7 +120,7 @@ class PredictedStep:
 
     def band(self, fusion_error: float, calibration: StepCalibration | None) -> float:
         """Relative error that a plan would print."""
-        hardware = load_hardware(self.step.hardware)
+        hardware = machine(self.step.hardware)
         return total_error(parts_of(self.with_fusion_error(fusion_error), hardware, calibration, "analytic"))
 
 
@@ -154,12 +156,12 @@ def fusion_error(steps: Sequence[PredictedStep]) -> float:
     return 0.0
 
 
-def calibration(steps: Sequence[PredictedStep], machine: str) -> StepCalibration | None:
+def calibration(steps: Sequence[PredictedStep], name: str) -> StepCalibration | None:
     """``[calibration]`` of a machine from these steps of at most two devices; None if its file has none."""
-    own = [step for step in steps if step.step.hardware == machine and step.step.devices <= 2]
-    if not own or not load_hardware(machine).calibration:
+    own = [step for step in steps if step.step.hardware == name and step.step.devices <= 2]
+    if not own or not machine(name).calibration:
         return None
-    covers = dict.fromkeys(name for step in own for name in step.errors)
+    covers = dict.fromkeys(part for step in own for part in step.errors)
     return StepCalibration(max(step.error for step in own), tuple(covers))
 
 

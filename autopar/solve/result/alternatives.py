@@ -79,20 +79,30 @@ def other_meshes(bounds: LowerBounds, allowed: Sequence[Mesh], decision: Decisio
 
 
 def proven_seconds(bounds: LowerBounds, mesh: Mesh) -> float | None:
-    """A step that no plan of a mesh undercuts, with the microbatches and schedules that are searched; None if a
-    microbatch of it has no proven bound: those of one rank a stage have, others where the search needed it.
+    """A step that no plan of a mesh undercuts, with the microbatches and schedules that are searched; None if the
+    search proved nothing for any microbatch of this tp. Communication between replicas and stages and the update count
+    as free.
 
-    Communication between replicas and stages and the update count as free.
+    Error: over the strategies that are listed for the microbatches of `microbatch_bound`.
     """
     setting, steps = bounds.setting, list[float]()
     for point in enumerate_points(setting, mesh):
-        key = mesh.tp, microbatch_samples(setting, point)
-        if key not in bounds.proven_seconds and mesh.tp > 1:
+        size = microbatch_samples(setting, point)
+        work = microbatch_bound(bounds, mesh.tp, size)
+        if work is None:
             return None
-        work = bounds.proven_seconds.get(key) or setting.costs.bound_seconds(*key)
-        microbatches = setting.constraints.batch / mesh.dp / key[1]
+        microbatches = setting.constraints.batch / mesh.dp / size
         steps.append(work * least_passes(microbatches, mesh.pp, point.pipeline.chunks))
     return min(steps)
+
+
+def microbatch_bound(bounds: LowerBounds, tp: int, size: int) -> float | None:
+    """Lower bound of a microbatch's time on all stages, from the microbatches with a proven one: more samples take no
+    less time, and no more for each sample."""
+    if tp == 1:
+        return bounds.setting.costs.bound_seconds(tp, size)
+    proven = {samples: seconds for (ranks, samples), seconds in bounds.proven_seconds.items() if ranks == tp}
+    return max((seconds * min(1.0, size / samples) for samples, seconds in proven.items()), default=None)
 
 
 def mesh_label(point: Point) -> str:
