@@ -189,7 +189,7 @@ def other_meshes_text(plan: PlanView) -> str:
     if not others.num_open:
         return f"{plural(total, 'other mesh', 'es')}: all proven slower{known}"
     slower = f"{others.num_slower} proven slower, " if others.num_slower else ""
-    return f"{plural(total, 'other mesh', 'es')}: {slower}{others.num_open} given up by estimates{known}"
+    return f"{plural(total, 'other mesh', 'es')}: {slower}{others.num_open} given up without proof{known}"
 
 
 def step_parts(step_seconds: float, reduce_seconds: float, optimizer_seconds: float) -> list[tuple[str, str]]:

@@ -105,9 +105,9 @@ def test_the_step_says_what_its_error_rests_on() -> None:
         (OtherMeshes(3, 0, 0.15), "3 other meshes: all proven slower, none takes less than 150.0 ms"),
         (
             OtherMeshes(1, 2, 0.1),
-            "3 other meshes: 1 proven slower, 2 given up by estimates, none takes less than 100.0 ms",
+            "3 other meshes: 1 proven slower, 2 given up without proof, none takes less than 100.0 ms",
         ),
-        (OtherMeshes(0, 1, None), "1 other mesh: 1 given up by estimates"),
+        (OtherMeshes(0, 1, None), "1 other mesh: 1 given up without proof"),
     ],
 )
 def test_what_is_proven_of_other_meshes(others: OtherMeshes, line: str) -> None:
