@@ -18,8 +18,6 @@ Files in reading order:
     step        543.0 ms ±21 %, 14.7 samples/s ±21 % (predicted)
                 rests on compute ±21 % (assumed); `autopar profile` on such a machine measures it
                 pipeline 530.7 ms + optimizer 12.3 ms
-    memory      rank 0 is the fullest: 163.2 MiB, 4 %, all of its chunks together
-                %
-    solver      HiGHS: feasible, certified gap 1.98 %, 5.26 s
+    solver      HiGHS: feasible, certified gap 1.98 %, 0.71 s
                 no cuts of this mesh take less than 532.2 ms
 """
