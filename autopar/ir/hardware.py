@@ -20,10 +20,7 @@ COMPUTE_KINDS: tuple[OpKind, ...] = ("matmul", "attention", "convolution", "dept
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LaunchKind = Literal["plain", "compiled", "captured"]
 DEVICE_TYPES = ("cpu", "cuda")
-BANDS = (
-    "analytic",
-    "measured",
-)  # fields of [calibration]: largest error of the steps of plans that were run
+CALIBRATED = ("analytic", "measured")  # sources of costs in [calibration]
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,27 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class NumberError:
+    """Relative error of a number of a machine's file, and whether the number was measured."""
+
+    error: float
+    is_measured: bool
+
+
+@dataclass(frozen=True)
+class StepCalibration:
+    """Steps of plans that were run on the machine.
+
+    Args:
+        error: largest relative error of their predicted steps.
+        covers: parts of a step that these plans had; see `autopar.cost.hardware.worse`.
+    """
+
+    error: float
+    covers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A machine as the planner sees it, in SI base units, with programs in one ``execution_mode``.
 
@@ -128,9 +146,8 @@ class Hardware:
         collective: what a rank of a collective within one node sends over; None is allowed for a machine of one device.
         group_collective: by kind and number of ranks; it takes precedence over ``collective``.
         network: connection between nodes.
-        error: relative error band of every predicted time: the largest error of plans that were run
-            (``[calibration]``), else the largest error among all numbers of the file.
-        measured_error: the error band of plans whose operations were timed.
+        errors: of the numbers of the machine's file, by path, such as ``efficiency.matmul.bfloat16.asymptote``.
+        calibration: steps of plans that were run, by the source of their costs.
         reserve_bytes: device memory that libraries take for every rank, such as workspaces of matrix products.
         replica_contention: slowdown of compute by a collective of replicas that overlaps with it (``[overlap]``):
             seconds of each collective (its barriers and sums wait for multiprocessors) and of each byte.
@@ -153,8 +170,6 @@ class Hardware:
     link_name: str
     network: Network | None
     collective: Link | None
-    error: float
-    measured_error: float
     dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     link_ports: float = inf
@@ -163,6 +178,8 @@ class Hardware:
     replica_contention: Link = Link(0.0, inf)
     overlap_efficiency: float = 0.0
     execution_mode: ExecutionMode = ExecutionMode()
+    errors: Mapping[str, NumberError] = field(default_factory=dict)
+    calibration: Mapping[str, StepCalibration] = field(default_factory=dict)
 
     def with_mode(self, mode: ExecutionMode) -> Hardware:
         """The machine with programs in another execution mode."""
@@ -184,7 +201,7 @@ class Hardware:
             backward: whether gradients are computed.
         Raises:
             HardwareError: the machine's file has no peak for ``dtype``.
-        Error: `error`, relative.
+        Error: of the numbers in ``errors``, relative.
         Source: roofline model (Williams, Waterman, Patterson 2009) with a saturating efficiency.
         """
         traffic = self.traffic_seconds(num_bytes, 1)
@@ -208,7 +225,7 @@ class Hardware:
             stride: distance from one rank of the group to the next.
         Raises:
             HardwareError: the group crosses nodes and the machine's file has no network.
-        Error: `error`, relative; between nodes see `autopar.ir.network`, 10 to 20 % for large tensors.
+        Error: of the numbers in ``errors``; between nodes see `autopar.ir.network`, 10 to 20 % for large tensors.
         Source: latency + traffic / bandwidth of a ring with one message's latency in all, as NVLink was measured.
         """
         if ranks == 1:

@@ -21,6 +21,8 @@ StageRecompute = Literal["none", "all"] | int  # a number of segments
 ReduceDtype = Literal["float32", "bfloat16"]  # in which gradients travel between replicas
 ZeroStage = Literal[0, 1, 2]  # what replicas divide: nothing, optimizer state, that and gradients
 PriceSource = Literal["analytic", "measured"]
+COMMUNICATION = ("links", "network", "overlap")  # names of parts of a step
+Basis = Literal["steps", "measured", "assumed"]
 CostSource = PriceSource | Literal["auto"]  # as requested
 
 
@@ -133,6 +135,23 @@ class Message:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
+class StepPart:
+    """A part of a step whose price may be off: a kind of operations, or a kind of communication.
+
+    Args:
+        name: as in `autopar.cost.hardware.worse`.
+        error: share of the step by which the part may be off.
+        basis: of the numbers that the part is priced by: measured steps, measurements of single operations, or
+            assumptions.
+    """
+
+    name: str
+    error: float
+    basis: Basis
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
 class Prediction:
     """Predicted cost of one training step.
 
@@ -140,7 +159,8 @@ class Prediction:
 
     Args:
         peak_bytes: one entry per rank.
-        error: relative error band of the times.
+        error: relative error of the step; nine of ten measured steps were within it (`autopar.api.planning`).
+        parts: parts of the step that the error is from; empty in plans made by hand and in older files.
         reduce_seconds: exposed gradient reduction.
     """
 
@@ -148,9 +168,10 @@ class Prediction:
     samples_per_second: float
     bubble_fraction: float
     peak_bytes: tuple[int, ...]
-    error: float
+    error: float = 0.0
     reduce_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    parts: tuple[StepPart, ...] = ()
 
 
 @with_config(STRICT)
@@ -184,6 +205,22 @@ class BlockSharding:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
+class OtherMeshes:
+    """Proof about the meshes that a plan does not have.
+
+    Args:
+        num_slower: meshes with a proven bound that is not below the plan's step.
+        num_open: all others; the search gave them up by estimates of their steps, or because they do not fit.
+        bound_seconds: no other mesh has a shorter step; None where one of them has no proven bound.
+    """
+
+    num_slower: int
+    num_open: int
+    bound_seconds: float | None
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
 class SolverInfo:
     """Record of the search that found the plan.
 
@@ -191,6 +228,8 @@ class SolverInfo:
         gap: (step − bound) / step of the simulated step, with the bound of all contiguous cuts in the orders that were
             searched and, where tensors are sharded, of all shardings; of the largest load for other balances.
         method: what was solved for: cuts alone, or shardings and then cuts.
+        other_meshes: None in older files, where no other mesh is allowed, and where operations were timed, whose times
+            for other meshes are estimates.
     """
 
     name: str
@@ -199,6 +238,7 @@ class SolverInfo:
     seconds: float
     balance: Balance = "time"
     method: str = "cuts"
+    other_meshes: OtherMeshes | None = None
 
 
 @with_config(STRICT)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import hypot
 
 from rich.console import RenderableType
 from rich.table import Column, Table
 
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
-from autopar.ir.plan_parts import Alternative, PlanView, Stage, replica_text
+from autopar.ir.plan_parts import COMMUNICATION, Alternative, Basis, PlanView, Stage, StepPart, replica_text
 from autopar.ir.sharding_table import sharding_parts
 from autopar.ir.text import NONE, labelled, numeric, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
@@ -21,6 +22,15 @@ BAR_NAME_COLUMNS = 18  # columns for module names without which time bars are le
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
 NOTABLE_SHARE = 0.01  # share of a step from which reduction and optimizer have a row
 TIME_BAR = "F █ B ░"
+BASES: Mapping[Basis, str] = {"steps": "measured steps", "measured": "measured one by one", "assumed": "assumed"}
+# What narrows a part of the step's error, by the part and what it rests on.
+REMEDIES: Mapping[tuple[str, Basis], str] = {
+    ("compute", "assumed"): "`autopar profile` on such a machine measures it",
+    ("compute", "measured"): "`autopar bench --calibrate` on such a machine narrows it",
+    ("links", "assumed"): "`autopar profile` on such a machine measures it",
+    ("links", "measured"): "`autopar profile` with all devices of a node narrows it",
+    ("network", "assumed"): "`autopar profile` under torchrun measures it",
+}
 
 
 def plan_text(plan: PlanView, width: int = 100, color: bool = False) -> str:
@@ -119,6 +129,7 @@ def footer(plan: PlanView) -> Table:
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
+    rows += basis_rows(prediction.parts)
     rows += step_parts(seconds, prediction.reduce_seconds, prediction.optimizer_seconds)
     if plan.chunks > 1:
         fullest = max(range(plan.mesh.devices), key=lambda rank: prediction.peak_bytes[rank])
@@ -137,17 +148,48 @@ def footer(plan: PlanView) -> Table:
     return labelled(rows)
 
 
+def basis_rows(parts: Sequence[StepPart]) -> list[tuple[str, str]]:
+    """Labelled line: what the step's error is from, and the command that would narrow its largest part."""
+    named: dict[str, list[StepPart]] = {}
+    for part in parts:
+        named.setdefault(part.name if part.name in COMMUNICATION else "compute", []).append(part)
+    errors = {name: hypot(*(part.error for part in same)) for name, same in named.items()}
+    bases: dict[str, Basis] = {name: max(same, key=lambda part: part.error).basis for name, same in named.items()}
+    largest = sorted((name for name in errors if errors[name] >= NOTABLE_SHARE), key=lambda name: -errors[name])
+    if not largest:
+        return []
+    listed = ", ".join(f"{name} ±{percent(errors[name], 0)} ({BASES[bases[name]]})" for name in largest)
+    remedy = REMEDIES.get((largest[0], bases[largest[0]]), "")
+    return [("", f"rests on {listed}{'; ' * bool(remedy)}{remedy}")]
+
+
 def solver_rows(plan: PlanView) -> list[tuple[str, str]]:
-    """Labelled lines: what is proven of the step, over all cuts and shardings of the plan's mesh and schedule."""
+    """Labelled lines: what is proven of the step, over all cuts and shardings of the plan's mesh and schedule, and of
+    other meshes."""
+    others = [("", text) for text in [other_meshes_text(plan)] if text]
     solver, mesh = plan.solver, plan.mesh
     if mesh.pp == mesh.tp == 1:
-        return [("solver", "nothing to cut or to shard on this mesh")]
+        return [("solver", "nothing to cut or to shard on this mesh"), *others]
     done = f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s"
     if solver.balance != "time":
         return [("solver", f"{done}, balancing {solver.balance}")]
     what = {(False, True): "cuts", (True, True): "shardings and cuts", (True, False): "shardings"}
     least = text(plan.prediction.step_seconds * (1 - solver.gap), TIME)
-    return [("solver", done), ("", f"no {what[mesh.tp > 1, mesh.pp > 1]} of this mesh take less than {least}")]
+    return [("solver", done), ("", f"no {what[mesh.tp > 1, mesh.pp > 1]} of this mesh take less than {least}"), *others]
+
+
+def other_meshes_text(plan: PlanView) -> str:
+    """Sentence about the meshes that the plan does not have: what is proven, and how many were given up without proof;
+    empty where nothing is known."""
+    others = plan.solver.other_meshes
+    if others is None:
+        return ""
+    total, bound = others.num_slower + others.num_open, others.bound_seconds
+    known = f", none takes less than {text(bound, TIME)}" if bound is not None else ""
+    if not others.num_open:
+        return f"{plural(total, 'other mesh', 'es')}: all proven slower{known}"
+    slower = f"{others.num_slower} proven slower, " if others.num_slower else ""
+    return f"{plural(total, 'other mesh', 'es')}: {slower}{others.num_open} given up without proof{known}"
 
 
 def step_parts(step_seconds: float, reduce_seconds: float, optimizer_seconds: float) -> list[tuple[str, str]]:

@@ -15,7 +15,8 @@ Files in reading order:
 
 ``autopar plan vit_tiny_patch16_224 --devices 2 --pp 2 --batch 8`` prints, among more::
 
-    step        543.0 ms ±50 %, 14.7 samples/s ±50 % (predicted)
+    step        543.0 ms ±21 %, 14.7 samples/s ±21 % (predicted)
+                rests on compute ±21 % (assumed); `autopar profile` on such a machine measures it
                 pipeline 530.7 ms + optimizer 12.3 ms
     solver      HiGHS: feasible, certified gap 1.98 %, 0.71 s
                 no cuts of this mesh take less than 532.2 ms

@@ -21,7 +21,7 @@ from autopar.solve.cuts.infeasible import memory_message
 from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.cuts.solve import solve_cuts
-from autopar.solve.result.alternatives import MAX_MESHES, alternatives
+from autopar.solve.result.alternatives import MAX_MESHES, alternatives, other_meshes
 from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
 from autopar.solve.result.reasons import bound_by, seconds_without_limit
 from autopar.solve.shardings.solve import least_passes
@@ -138,6 +138,7 @@ def search(
     check_memory(decision)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     free_seconds = seconds_without_limit(setting, decision)
+    solver = replace(solver, other_meshes=other_meshes(bounds, meshes.allowed, decision))
     return make_plan(
         setting, decision, solver, alternatives(setting, bounds, explored.by_mesh, explored.refused, decision),
         bound_by(setting, decision, free_seconds), free_seconds,

@@ -24,8 +24,6 @@ MACHINE = Hardware(
     link_name="wire",
     network=None,
     collective=Link(1e-3, 1e6),
-    error=0.0,
-    measured_error=0.0,
 )
 
 

@@ -4,6 +4,7 @@ In: a `PlanRequest` (model, example call, devices, options) and the machine's co
 
 ``plan``: arguments, the steps of planning, warnings; start here.
 ``costs``: `PlanCosts`, the cost of the model under each sharding, computed once and read by the search.
+``error_band``: by how much the plan's step may be off, and what that rests on.
 ``hardware``: one cost model for all ranks, with the memory of the smallest.
 ``rank0``: under a launcher, rank 0 plans and the other ranks receive the plan.
 ``refine``: the sharding decided again with what replicas exchange, and a bound over all shardings.

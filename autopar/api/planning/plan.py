@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,6 +17,7 @@ from autopar.api.caller import caller_level
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
 from autopar.api.planning.costs import PlanCosts
+from autopar.api.planning.error_band import step_parts, total_error
 from autopar.api.planning.measured import plan_with_measurements
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
@@ -36,7 +37,9 @@ from autopar.runtime.optim.ema import with_averages
 from autopar.runtime.optim.state_bytes import with_optimizer
 from autopar.runtime.spec import Parameters
 from autopar.sharding.propagate import ops_without_rule
-from autopar.solve.search import search
+from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.search import Listen, search
+from autopar.solve.space.candidates import Candidate
 from autopar.solve.space.constraints import Constraints
 from autopar.trace.call import Call, as_call
 from autopar.trace.hooks import check_hooks
@@ -199,7 +202,15 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
     hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
     costs = PlanCosts(graph, hardware, options.reduce_dtype)
     info = model_info(request, graph)
-    find_plan = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
+    decisions: list[Decision] = []
+
+    def find_plan(listen: Listen = lambda candidates, decision: None, slack: float = 0.0) -> Plan:
+        def heard(candidates: Sequence[Candidate], decision: Decision) -> None:
+            decisions.append(decision)
+            listen(candidates, decision)
+
+        return search(costs, graph, hardware, constraints, info, partial(refine, costs), heard, slack)
+
     timer = region_timer_for(options.cost, hardware, request.devices, options.backend)
     plan = None if timer is None else plan_with_measurements(costs, find_plan, timer, request.graph)
     if plan is None:
@@ -207,7 +218,9 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
         plan = find_plan()
     else:
         timed = replace(plan.hardware, cost="measured")
-        plan = replace(plan, hardware=timed, prediction=replace(plan.prediction, error=hardware.measured_error))
+        plan = replace(plan, hardware=timed, solver=replace(plan.solver, other_meshes=None))
+    parts = step_parts(Setting(graph, hardware, info, constraints, costs), costs, decisions[-1], plan.hardware.cost)
+    plan = replace(plan, prediction=replace(plan.prediction, error=total_error(parts), parts=parts))
     warn_of_microbatches(plan, options)
     warn_of_ops_without_rule(plan, graph)
     precision = options.precision or model_precision(graph)

@@ -42,9 +42,9 @@ def price(
         factors: measured factors by operation. They do not change the groups.
     Raises:
         HardwareError: the machine has no peak for a dtype that the model computes in.
-    Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm
-        families. Of the models compared, an LSTM (Sequencer) keeps 2.5 times as much. TResNet keeps 16 % less: its
-        in-place activation is traced as one that is not in place. GPU kernels may add workspaces.
+    Error: for seconds see `autopar.api.planning.error_band`. Saved bytes equal what torch 2.15 saves on CPU to 0.1 %
+        for most timm families. Of the models compared, an LSTM (Sequencer) keeps 2.5 times as much. TResNet keeps 16 %
+        less: its in-place activation is traced as one that is not in place. GPU kernels may add workspaces.
     """
     pricing = Pricing(graph, stats, hardware, batch, sharing.tp)
     costs = op_costs(pricing)

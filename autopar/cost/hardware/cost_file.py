@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import HardwareError, suggest
+from autopar.ir.hardware import NumberError
 
 DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BYTES = {f"{p}B": f for p, f in DECIMAL.items()} | {f"{p}iB": 1024.0**i for i, p in enumerate("KMGT", start=1)}
@@ -30,14 +31,14 @@ UNITS: Mapping[str, Mapping[str, float]] = {
 class Table:
     """One TOML table while it is read. Errors name its fields with ``prefix``, the table's path in the file.
 
-    ``errors`` collects the relative errors of all numbers read, and all tables of a file share it. ``seen`` are the
+    ``errors`` collects the errors of all numbers read, by path, and all tables of a file share it. ``seen`` are the
     fields read so far; `finish` refuses any other.
     """
 
     path: Path
     prefix: str
     data: dict[str, Any]
-    errors: list[float] = field(default_factory=list)
+    errors: dict[str, NumberError] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
 
     def fail(self, key: str, problem: str) -> HardwareError:
@@ -63,6 +64,13 @@ class Table:
     def text(self, key: str) -> str:
         """The value of a text field."""
         return self.get(key, str, "a text")
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """The value of a field that is a list of texts."""
+        value = self.get(key, list, "a list of texts")
+        if not all(isinstance(item, str) for item in value):
+            raise self.fail(key, f"is {value!r}; it must be a list of texts.")
+        return tuple(value)
 
     def flag(self, key: str) -> bool:
         """The value of a field that is true or false."""
@@ -94,11 +102,12 @@ class Table:
         error = float(entry.get("error", (int, float), "a relative error such as 0.1"))
         if not 0 <= error < math.inf:
             raise entry.fail("error", f"is {error:g}; it must be a relative error such as 0.1.")
-        if not entry.text("source").strip():
+        source = entry.text("source").strip()
+        if not source:
             raise entry.fail("source", "is empty; say which datasheet, command or assumption the number is from.")
         entry.get("date", date, "a date such as 2026-11-20")
         entry.finish()
-        self.errors.append(error)
+        self.errors[entry.prefix] = NumberError(error, source.startswith("measured"))
         return value * known[unit]
 
     def finish(self) -> None:

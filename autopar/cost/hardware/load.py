@@ -18,7 +18,7 @@ from autopar.cost.hardware.cost_file import Table
 from autopar.cost.hardware.network import read_link, read_link_ports, read_network, read_peer_access
 from autopar.errors import HardwareError, suggest
 from autopar.ir.hardware import (
-    BANDS,
+    CALIBRATED,
     COMPUTE_KINDS,
     DEVICE_TYPES,
     DTYPES,
@@ -27,13 +27,15 @@ from autopar.ir.hardware import (
     Launch,
     LaunchKind,
     Link,
+    NumberError,
+    StepCalibration,
 )
 from autopar.ir.network import CollectiveKind
 
 Value = TypeVar("Value")
 # Contention of overlapped replica collectives on GPUs whose file has no measurement: unknown, which is not free.
 # Measured with ViT-B, ViT-L and ViT-giant over dp 2 and ZeRO-1 on 2 x NVIDIA H100, torch 2.11 (docs/benchmarks.md).
-ASSUMED_REPLICA_CONTENTION, ASSUMED_CONTENTION_ERROR = Link(86e-6, 6.2e12), 0.5
+ASSUMED_REPLICA_CONTENTION, ASSUMED_CONTENTION_ERROR = Link(86e-6, 6.2e12), NumberError(0.5, is_measured=False)
 RENAMED_TABLES = {"beside": "overlap"}  # earlier name -> present name
 
 
@@ -103,12 +105,12 @@ def read_hardware(file: Table) -> Hardware:
     link = None if alone and "link" not in file.data else file.table("link")
     network = None if "network" not in file.data else file.table("network")
     collective = None if alone and "collective" not in file.data else file.table("collective")
-    bands = read_whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
+    calibration = read_whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
     overlap = read_whole(read_overlap, file.table("overlap")) if "overlap" in file.data else Overlap()
     contention = overlap.replica_contention
     if contention is None and device_type == "cuda" and not alone:
         contention = ASSUMED_REPLICA_CONTENTION
-        file.errors.append(ASSUMED_CONTENTION_ERROR)
+        file.errors |= dict.fromkeys(("overlap.replica_latency", "overlap.replica_bandwidth"), ASSUMED_CONTENTION_ERROR)
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -142,8 +144,8 @@ def read_hardware(file: Table) -> Hardware:
         overlap_efficiency=overlap.efficiency,
         reserve_bytes=read_whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
-        error=0.0,
-        measured_error=0.0,
+        errors=file.errors,
+        calibration=calibration,
     )
     if network is not None and hardware.network is not None and devices_per_node < hardware.network.ports < inf:
         raise network.fail(
@@ -164,8 +166,7 @@ def read_hardware(file: Table) -> Hardware:
         file,
     ):
         table.finish()
-    worst = max(file.errors)  # of all numbers in the file
-    return replace(hardware, error=bands.get("analytic", worst), measured_error=bands.get("measured", worst))
+    return hardware
 
 
 def read_whole(read: Callable[[Table], Value], table: Table) -> Value:
@@ -189,10 +190,11 @@ def read_curve(table: Table) -> Efficiency:
     return Efficiency(table.number("asymptote", "ratio"), table.number("half", "FLOPs", zero=True), added)
 
 
-def read_calibration(table: Table) -> Mapping[str, float]:
+def read_calibration(table: Table) -> Mapping[str, StepCalibration]:
     """Largest relative error of the predicted steps of plans that were run, by the source of their costs."""
-    named = [source for source in BANDS if source in table.data] or BANDS[:1]  # an empty table lacks the first
-    return {source: table.number(source, "share") for source in named}
+    covers = table.texts("covers")
+    named = [source for source in CALIBRATED if source in table.data] or CALIBRATED[:1]  # one is required
+    return {source: StepCalibration(table.number(source, "share"), covers) for source in named}
 
 
 def read_reserve(table: Table) -> int:

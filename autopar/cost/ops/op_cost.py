@@ -193,7 +193,7 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     Args:
         num_bytes: bytes of a value or weight on this rank, by name.
         parts: number of ranks that divide the operation's FLOPs.
-    Error: `Hardware.error`, relative.
+    Error: as `Hardware.op_seconds`.
     """
     stats, hardware = pricing.stats.ops[op.name], pricing.hardware
     flops = pricing.scaled(stats.forward_flops, op.name) / parts

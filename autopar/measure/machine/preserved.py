@@ -101,5 +101,5 @@ def flat_tables(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Mapp
 def field_text(entry: Any) -> str:
     """A field in TOML: a number with unit, error, source and date as an inline table, or a plain value."""
     if not isinstance(entry, dict):
-        return json.dumps(entry, ensure_ascii=False) if isinstance(entry, str | int | float) else str(entry)
+        return json.dumps(entry, ensure_ascii=False) if isinstance(entry, str | int | float | list) else str(entry)
     return f"{{ {', '.join(f'{key} = {field_text(value)}' for key, value in entry.items())} }}"

@@ -12,7 +12,7 @@ from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan_parts import Balance
 from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, is_contiguous, own_peak_costs
-from autopar.solve.cuts.intervals import Matrix, Vector, intervals_of
+from autopar.solve.cuts.intervals import Matrix, Sums, Vector, intervals_of
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of
 
@@ -94,7 +94,7 @@ def floors_seconds(
     costs, size = intervals_of(problem), len(problem.cost.groups)
     at = np.array([*edges[1:-1], size]), np.array(edges[:-1])
 
-    def by_rank(amounts: Matrix) -> Vector:
+    def by_rank(amounts: Sums | Matrix) -> Vector:
         return amounts[at].reshape(problem.chunks, problem.pp).sum(axis=0)
 
     forward, backward = costs.forward_seconds[at], costs.backward_seconds[at]

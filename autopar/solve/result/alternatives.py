@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Alternative, Balance, zero_text
+from autopar.ir.plan_parts import Alternative, Balance, OtherMeshes, zero_text
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.merge import merge
 from autopar.solve.result.make_plan import Decision, Setting, step_time
 from autopar.solve.result.reasons import parts, why_slower
+from autopar.solve.shardings.solve import least_passes
 from autopar.solve.space.candidates import (
     Candidate,
     LowerBounds,
@@ -20,6 +21,7 @@ from autopar.solve.space.candidates import (
     enumerate_points,
     evaluate,
     evaluate_cuts,
+    microbatch_samples,
     point_of,
     points_with_other_schedules,
     without_limit,
@@ -62,6 +64,45 @@ def alternatives(
         alone = one_device(setting, bounds)
         rows.append(replace(listed("one device", alone), note=alone.note))
     return tuple(rows)
+
+
+def other_meshes(bounds: LowerBounds, allowed: Sequence[Mesh], decision: Decision) -> OtherMeshes | None:
+    """Proof about the allowed meshes but the decision's; None if there are none, or if time is not what is balanced."""
+    mesh = decision.problem.mesh
+    others = [proven_seconds(bounds, other) for other in allowed if other != mesh]
+    if not others or decision.problem.balance != "time":
+        return None
+    step = step_time(bounds.setting, decision.problem, decision.stage_of).seconds
+    num_slower = sum(bound is not None and bound >= step for bound in others)
+    known = [bound for bound in others if bound is not None]
+    return OtherMeshes(num_slower, len(others) - num_slower, min(known) if len(known) == len(others) else None)
+
+
+def proven_seconds(bounds: LowerBounds, mesh: Mesh) -> float | None:
+    """A step that no plan of a mesh undercuts, with the microbatches and schedules that are searched; None if the
+    search proved nothing for any microbatch of this tp. Communication between replicas and stages and the update count
+    as free.
+
+    Error: over the strategies that are listed for the microbatches of `microbatch_bound`.
+    """
+    setting, steps = bounds.setting, list[float]()
+    for point in enumerate_points(setting, mesh):
+        size = microbatch_samples(setting, point)
+        work = microbatch_bound(bounds, mesh.tp, size)
+        if work is None:
+            return None
+        microbatches = setting.constraints.batch / mesh.dp / size
+        steps.append(work * least_passes(microbatches, mesh.pp, point.pipeline.chunks))
+    return min(steps)
+
+
+def microbatch_bound(bounds: LowerBounds, tp: int, size: int) -> float | None:
+    """Lower bound of a microbatch's time on all stages, from the microbatches with a proven one: more samples take no
+    less time, and no more for each sample."""
+    if tp == 1:
+        return bounds.setting.costs.bound_seconds(tp, size)
+    proven = {samples: seconds for (ranks, samples), seconds in bounds.proven_seconds.items() if ranks == tp}
+    return max((seconds * min(1.0, size / samples) for samples, seconds in proven.items()), default=None)
 
 
 def mesh_label(point: Point) -> str:

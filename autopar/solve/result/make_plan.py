@@ -128,7 +128,6 @@ def make_plan(
             peak_bytes=tuple(
                 c.memory_bytes for p, c in enumerate(rank_costs(problem, costs)) for _ in problem.mesh.ranks(p)
             ),
-            error=setting.hardware.error,
             reduce_seconds=step.reduce_seconds,
             optimizer_seconds=step.optimizer_seconds,
         ),

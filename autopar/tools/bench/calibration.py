@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError, with_config
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import PriceSource
+from autopar.ir.plan_parts import COMMUNICATION, PriceSource
 from autopar.ir.units import percent, plural
 from autopar.tools.bench.baselines.registry import BASELINES, BaselineVariant
 from autopar.tools.bench.description import outcome_text, plan_label
@@ -30,7 +30,11 @@ MIN_BAND = 0.001  # nothing measured is exact
 @with_config(STRICT)
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """One plan: predicted and measured time of a step, and peak memory of each rank."""
+    """One plan: predicted and measured time of a step, and peak memory of each rank.
+
+    Args:
+        parts: parts of the plan's step that run on one device, such as ``matmul bfloat16``; empty in older files.
+    """
 
     model: str
     batch: int
@@ -41,6 +45,7 @@ class CalibrationPoint:
     measured_seconds: float
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
+    parts: tuple[str, ...] = ()
 
     @property
     def time_error(self) -> float:
@@ -223,15 +228,18 @@ def calibration_point(plan: Plan, row: BenchRow, seconds: float) -> CalibrationP
         measured_seconds=seconds,
         predicted_bytes=plan.prediction.peak_bytes,
         measured_bytes=row.pipeline.tensor_bytes or row.peak_bytes,
+        parts=tuple(part.name for part in plan.prediction.parts if part.name not in COMMUNICATION),
     )
 
 
 def band_text(calibration: Calibration, day: date) -> str:
-    """The [calibration] table of a cost model, with which plans print the largest error of these step times."""
+    """The [calibration] table of a cost model, with which plans know the largest error of these step times."""
     plans = plural(len(calibration.points), "plan")
     worst = max(calibration.time.worst, MIN_BAND)
+    covers = sorted({name for point in calibration.points for name in point.parts})
     return (
-        f'[calibration]\n{calibration.cost} = {{ value = {worst:.3g}, unit = "1", error = 0.0, '
+        f"[calibration]\ncovers = {json.dumps(covers)}\n"
+        f'{calibration.cost} = {{ value = {worst:.3g}, unit = "1", error = 0.0, '
         f'date = {day.isoformat()}, source = "measured: autopar bench --calibrate, worst of {plans}" }}'
     )
 

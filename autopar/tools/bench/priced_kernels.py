@@ -53,7 +53,7 @@ def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[Pr
             ops=alike[0].ops,
             count=len(alike),
             seconds=len(alike) * seconds[key],
-            num_bytes=len(alike) * sum(a.times * pricing.num_bytes(a.tensor) for a in alike[0].accesses),
+            num_bytes=len(alike) * round(sum(a.times * pricing.num_bytes(a.tensor) for a in alike[0].accesses)),
         )
         for key, alike in groups.items()
     )

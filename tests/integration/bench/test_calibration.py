@@ -53,12 +53,12 @@ def test_the_table() -> None:
 
 def test_the_band_of_a_cost_model_is_the_worst_step(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    told = band_text(FOUND, date(2026, 11, 22))
+    two = [replace(p, parts=parts) for p, parts in zip(FOUND.points, [("matmul float32", "memory"), ("memory",)])]
+    told = band_text(replace(FOUND, points=tuple(two)), date(2026, 11, 22))
     path.write_text((cost_model_dir() / "cpu-generic.toml").read_text() + told)
-    assert load_hardware(path).error == 0.5 and "date = 2026-11-22" in told
-    near = replace(FOUND, points=(point("pp 2", 0.1, 0.1), point("dp 2", 0.107, 0.1)))
-    path.write_text((cost_model_dir() / "cpu-generic.toml").read_text() + band_text(near, date(2026, 11, 22)))
-    assert load_hardware(path).error == pytest.approx(0.07)
+    calibration = load_hardware(path).calibration["analytic"]
+    assert (calibration.error, calibration.covers) == (pytest.approx(0.1), ("matmul float32", "memory"))
+    assert "date = 2026-11-22" in told
     exact = replace(FOUND, points=(point("pp 2", 0.1, 0.1),))
     assert "value = 0.001, " in band_text(exact, date(2026, 11, 22))
 
@@ -107,7 +107,7 @@ def test_plans_are_run_and_files_grow(tmp_path: Path) -> None:
     common = [*FLAGS, "--batch", "8", "--calibrate", "--steps", "2", "--warmup", "1", "-o", str(path)]
     code, out, error = invoke("bench", *common, "--pp", "2")
     assert code == 0 and "of 1 plan" in out, error
-    assert ("[calibration]\nanalytic = " in out) is (Calibration.load(path).time.worst < 1)
+    assert ("[calibration]\ncovers = " in out) is (Calibration.load(path).time.worst < 1)
     code, out, error = invoke("bench", *common, "--pp", "1", "--dp", "2", "--png", str(picture))
     assert code == 0 and "of 2 plans" in out and picture.exists(), error
     found = Calibration.load(path)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
+from autopar.cost.hardware.worse import is_measured, worse
 from autopar.cost.ops.kernel_shapes import FORWARD
 from autopar.errors import HardwareError
-from autopar.ir.hardware import Efficiency, ExecutionMode, Hardware, Launch, Link
+from autopar.ir.hardware import Efficiency, ExecutionMode, Hardware, Launch, Link, StepCalibration
 from autopar.ir.network import Network, Port
 
 CPU = (cost_model_dir() / "cpu-generic.toml").read_text()
@@ -32,8 +33,6 @@ MACHINE = Hardware(
     link_name="wire",
     network=Network(Port(1e-4, 1e9)),
     collective=Link(2e-5, 1e8),
-    error=0.1,
-    measured_error=0.1,
 )
 
 
@@ -323,20 +322,50 @@ def test_a_machine_of_one_device_needs_no_link(tmp_path: Path):
         machine.transfer_seconds(1, 0, 1)
 
 
-def test_a_calibration_outranks_the_errors_of_the_numbers(tmp_path: Path):
+def test_a_calibration_has_an_error_and_the_parts_that_it_covers(tmp_path: Path):
     entry = '{ value = 0.07, unit = "1", error = 0.0, date = 2026-11-20, source = "autopar bench --calibrate" }'
     path = tmp_path / "mine.toml"
-    path.write_text(f"{CPU}\n[calibration]\nanalytic = {entry}\n")
-    assert load_hardware("cpu-generic").error == 0.5 and load_hardware(path).error == 0.07
-    assert load_hardware(path).measured_error == 0.5
-    path.write_text(f"{CPU}\n[calibration]\nmeasured = {entry}\n")
-    assert (load_hardware(path).error, load_hardware(path).measured_error) == (0.5, 0.07)
-    path.write_text(f"{CPU}\n[calibration]\nanalytic = {entry.replace('0.07', '-1')}\n")
+    table = f'{CPU}\n[calibration]\ncovers = ["matmul float32"]\n'
+    path.write_text(f"{table}analytic = {entry}\n")
+    assert load_hardware("cpu-generic").calibration == {}
+    assert load_hardware(path).calibration == {"analytic": StepCalibration(0.07, ("matmul float32",))}
+    path.write_text(f"{table}measured = {entry}\n")
+    assert set(load_hardware(path).calibration) == {"measured"}
+    path.write_text(f"{table}analytic = {entry.replace('0.07', '-1')}\n")
     with pytest.raises(HardwareError, match=r"field calibration\.analytic\.value is -1; it must be above 0"):
         load_hardware(path)
-    path.write_text(f"{CPU}\n[calibration]\nanalytic = {entry}\nanalitic = {entry}\n")
+    path.write_text(f"{table}analytic = {entry}\nanalitic = {entry}\n")
     with pytest.raises(HardwareError, match=r"field calibration\.analitic is unknown\. Did you mean analytic\?"):
         load_hardware(path)
+    for covers, problem in (("", "is missing"), ("covers = [1]\n", r"is \[1\]"), ('covers = "all"\n', "is 'all'")):
+        path.write_text(f"{CPU}\n[calibration]\n{covers}analytic = {entry}\n")
+        with pytest.raises(HardwareError, match=rf"field calibration\.covers {problem}; it must be a list of texts"):
+            load_hardware(path)
+
+
+def test_numbers_of_a_part_are_worse_by_their_errors():
+    rtx4090 = load_hardware("rtx4090-pcie")
+    of = {"flops": 1e15, "num_bytes": 0.0, "dtype": "bfloat16"}
+    before, after = (m.op_seconds("matmul", **of) for m in (rtx4090, worse(rtx4090, "matmul bfloat16")))
+    assert after / before == pytest.approx(1.3, rel=1e-3)
+    assert worse(rtx4090, "matmul bfloat16").op_seconds("attention", **of) == rtx4090.op_seconds("attention", **of)
+    slower = worse(rtx4090, "links")
+    assert present(slower.link).latency_seconds == pytest.approx(45e-6)
+    assert present(slower.link).bytes_per_second == pytest.approx(12e9 / 1.3)
+    assert worse(rtx4090, "network") == rtx4090, "it has none"
+    h200 = load_hardware("h200-nvlink")
+    for part in ("memory", "launch", "update", "links", "network", "overlap"):
+        assert worse(h200, part) != h200
+    assert is_measured(h200, "links") and not is_measured(h200, "network") and not is_measured(rtx4090, "links")
+
+
+def test_groups_larger_than_those_measured_are_further_off():
+    h200 = load_hardware("h200-nvlink")
+    two, eight = (
+        worse(h200, "links").collective_seconds("all-reduce", 1e9, n) / h200.collective_seconds("all-reduce", 1e9, n)
+        for n in (2, 8)
+    )
+    assert two == pytest.approx(1.039, abs=1e-3) and eight == pytest.approx(1.05 * 1.17, abs=1e-3)
 
 
 def test_a_file_of_the_users_own(tmp_path: Path):

@@ -18,9 +18,11 @@ from autopar.ir.plan_parts import (
     HardwareInfo,
     InputInfo,
     ModelInfo,
+    OtherMeshes,
     Prediction,
     SolverInfo,
     Stage,
+    StepPart,
 )
 from autopar.ir.table import plan_text, stage_ends
 from autopar.ir.text import wrapped
@@ -81,6 +83,37 @@ rejected            step  against this plan
 uniform cuts    100.0 ms      19.0 % faster
 one device      500.0 ms      4.1 × as long
 1 microbatch           –                  –  does not fit: stage 0 needs 99.0 GiB"""
+
+
+def test_the_step_says_what_its_error_rests_on() -> None:
+    parts = (
+        StepPart("matmul bfloat16", 0.03, "steps"), StepPart("memory", 0.04, "steps"),
+        StepPart("network", 0.3, "assumed"), StepPart("overlap", 0.001, "measured"),
+    )  # fmt: skip
+    printed = plan_text(replace(PLAN, prediction=replace(PLAN.prediction, parts=parts)), 140)
+    line = (
+        "rests on network ±30 % (assumed), compute ±5 % (measured steps); `autopar profile` under torchrun measures it"
+    )
+    assert f"\n            {line}\n" in printed
+    printed = plan_text(replace(PLAN, prediction=replace(PLAN.prediction, parts=parts[:2])), 120)
+    assert "\n            rests on compute ±5 % (measured steps)\n" in printed, "no command narrows that"
+
+
+@pytest.mark.parametrize(
+    ("others", "line"),
+    [
+        (OtherMeshes(3, 0, 0.15), "3 other meshes: all proven slower, none takes less than 150.0 ms"),
+        (
+            OtherMeshes(1, 2, 0.1),
+            "3 other meshes: 1 proven slower, 2 given up without proof, none takes less than 100.0 ms",
+        ),
+        (OtherMeshes(0, 1, None), "1 other mesh: 1 given up without proof"),
+    ],
+)
+def test_what_is_proven_of_other_meshes(others: OtherMeshes, line: str) -> None:
+    for mesh in (PLAN.mesh, Mesh(1)):
+        printed = plan_text(replace(PLAN, mesh=mesh, solver=replace(PLAN.solver, other_meshes=others)), 120)
+        assert f"\n            {line}\n" in printed
 
 
 def test_stages_that_recompute_say_how_many_segments() -> None:

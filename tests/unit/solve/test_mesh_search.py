@@ -58,6 +58,21 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
     assert found.prediction.step_seconds == pytest.approx(min(p.prediction.step_seconds for p in every))
 
 
+@pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (400e-3, 0.4)])
+def test_no_other_mesh_undercuts_what_is_proven(reduce: float, overhead: float) -> None:
+    every = {
+        (pp, tp): meshed(Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp), reduce=reduce, overhead=overhead)
+        for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+    }
+    found = meshed(Constraints(4, 8), reduce=reduce, overhead=overhead)
+    steps = [p.prediction.step_seconds for mesh, p in every.items() if mesh != (found.mesh.pp, found.mesh.tp)]
+    proven = found.solver.other_meshes
+    assert proven is not None and proven.num_slower + proven.num_open == len(steps) == 5
+    assert proven.num_slower <= sum(step >= found.prediction.step_seconds for step in steps)
+    assert proven.bound_seconds is not None and 0 < proven.bound_seconds <= min(steps)
+    assert every[1, 1].solver.other_meshes is None, "no other mesh is allowed"
+
+
 @pytest.mark.parametrize(
     ("forward", "backward", "reduce", "gather", "buckets", "contention", "exposed"),
     [
