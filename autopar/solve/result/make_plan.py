@@ -24,7 +24,14 @@ from autopar.ir.plan_parts import (
     ZeroStage,
 )
 from autopar.schedule.simulate import scheduled_seconds
-from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, own_peak_costs, rank_costs, stage_costs
+from autopar.solve.cuts.evaluate import (
+    StageCost,
+    one_way_seconds,
+    own_peak_costs,
+    rank_costs,
+    stage_costs,
+    stages_holding,
+)
 from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
@@ -94,6 +101,7 @@ def make_plan(
     step = step_time(setting, problem, stage_of)
     ends = (*found.starts[1:], len(ops))
     sent = messages(problem, stage_of)
+    numel = {w.name: w.numel for w in setting.graph.weights if w.kind == "parameter"}
     storage = {name: str(layout) for name, layout in priced.storage.items() if layout != REPLICATED}
     return Plan(
         model=setting.model,
@@ -107,7 +115,7 @@ def make_plan(
                 first=ops[found.starts[s]].name,
                 last=ops[ends[s] - 1].name,
                 ranks=problem.mesh.ranks(s),
-                params=sum(w.numel for w in problem.cost.weights if any(stage_of[g] == s for g in w.groups)),
+                params=sum(numel.get(w.name, 0) for w in problem.cost.weights if s in stages_holding(w, stage_of)),
                 forward_seconds=c.forward_seconds,
                 backward_seconds=c.backward_seconds,
                 send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and (dst - s) % problem.pp),

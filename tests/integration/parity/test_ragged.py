@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ HELD_BY_HEADS = {
 }  # fmt: skip
 
 
-def vit(rate: float = 0.0) -> VisionTransformer:
+def vit(rate: float = 0.0, depth: int = 2) -> VisionTransformer:
     """17 tokens, 3 heads."""
     torch.manual_seed(0)
     return VisionTransformer(
-        img_size=16, patch_size=4, num_classes=6, embed_dim=24, depth=2, num_heads=3, mlp_ratio=2, pos_drop_rate=rate,
-        proj_drop_rate=rate, attn_drop_rate=rate, drop_path_rate=rate,
+        img_size=16, patch_size=4, num_classes=6, embed_dim=24, depth=depth, num_heads=3, mlp_ratio=2,
+        pos_drop_rate=rate, proj_drop_rate=rate, attn_drop_rate=rate, drop_path_rate=rate,
     )  # fmt: skip
 
 
@@ -47,6 +48,31 @@ def ragged_plan(model: torch.nn.Module, x: torch.Tensor, name: str, precision: s
 def test_ragged_parts_equal_one_device(name: str) -> None:
     model, x = vit().double().train(), torch.randn(4, 3, 16, 16, dtype=torch.float64)
     parity = compare(model, x, devices=2, steps=2, plan=ragged_plan(model, x, name, "fp64"))
+    assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "pp 2": {"firsts": ["blocks.1.norm1.layer_norm"]},
+    "interleaved": {"firsts": ["blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm", "blocks.3.norm1.layer_norm"],
+                    "schedule": "interleaved", "chunks": 2},
+    "ZeRO-1": {"dp": 2, "zero": 1},
+    "ZeRO-2": {"dp": 2, "zero": 2, "microbatches": 1},
+    "recomputing": {},
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MESHES)
+def test_ragged_parts_on_other_meshes(name: str) -> None:
+    mesh = {"microbatches": 2, "firsts": [], "schedule": "1f1b"} | MESHES[name]
+    model, x = vit(depth=4).double().train(), torch.randn(8, 3, 16, 16, dtype=torch.float64)
+    plan = plan_by_hand(
+        model, x, mesh.pop("microbatches"), mesh.pop("firsts"), mesh.pop("schedule"), tp=2,
+        strategies=PLANS["heads and tokens"], shardings=HELD_BY_HEADS, precision="fp64", **mesh,
+    )  # fmt: skip
+    if name == "recomputing":
+        plan = replace(plan, stages=(replace(plan.stages[0], recompute=1),))
+    parity = compare(model, x, devices=plan.mesh.devices, steps=2, plan=plan)
     assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
 
 
