@@ -120,7 +120,7 @@ def with_workspace(group: Group, members: OpGroup, pricing: Pricing) -> Group:
     convolutions = [op for op in members.ops if "conv" in op.target]
     around = [(*(n for n in op.reads if n not in pricing.graph.weight), op.outputs[0].name) for op in convolutions]
     most = max((sum(map(pricing.num_bytes, names)) for names in around), default=0)
-    return replace(group, workspace_bytes=CUDNN_WORKSPACE_FACTOR * most)
+    return replace(group, workspace_bytes=round(CUDNN_WORKSPACE_FACTOR * most))
 
 
 # -- edges, weights and saved activations ----------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_why_not_has_an_answer_where_nothing_fits_or_can_be_split(folder: Path) 
 
 
 def test_the_reason_of_a_model_that_cannot_be_split(folder: Path) -> None:
-    source = replace(VIT, kwargs={**VIT.kwargs, "num_classes": 7, "embed_dim": 39})
+    source = replace(VIT, kwargs={**VIT.kwargs, "num_classes": 3, "embed_dim": 1, "num_heads": 1, "patch_size": 32})
     plan = autopar.plan(source, 5, hardware="h200-nvlink", batch_size=20)
     (answer,) = reported(saved(plan), "--why-not", "tp=5")["why_not"]
     assert "tp=5: nothing in vit_tiny_patch16_224 can be split 5 ways" in answer["text"]
