@@ -119,7 +119,7 @@ class ProgramCache:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the plan has ragged splits, so that each shard needs programs of its own shapes."""
+        """Whether shards differ in shapes, so that each needs its own programs."""
         factors = map(factor_of, self.plan.strategies.values())
         return any(factor.unit for factor in factors) or any(layout.ragged for layout in self.storage.values())
 

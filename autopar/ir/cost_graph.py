@@ -206,7 +206,7 @@ class CostGraph:
         """Numbers of all segments, in execution order."""
         return self.segments_on([0] * len(self.groups), 0)
 
-    @property
+    @cached_property
     def recomputed(self) -> CostGraph:
         """The graph if all segments recompute."""
         return self.recomputed_up_to(1 + max((own for group in self.groups for own in group.segments), default=0))

@@ -134,6 +134,6 @@ class FusedGraph:
 
 
 def is_external(op: Op, stats: OpStats) -> bool:
-    """Whether a kernel of a library, one of its own or a collective computes an operation."""
+    """Whether an operation is not fused: a library, a kernel of its own or a collective computes it."""
     is_alone = op.target in POOLS or op.target == ATTENTION or not op.target.startswith("aten.")
     return bool(op.home) or stats.forward_flops > 0 or is_alone

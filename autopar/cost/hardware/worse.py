@@ -18,8 +18,8 @@ from autopar.ir.network import Network, Port
 # By how much a collective may be off when a group has twice as many ranks as were measured: on 4 x NVIDIA H200
 # all-reduces took 6 to 17 % less than the constants of 2 ranks say (`Hardware.node_link`).
 DOUBLED_GROUP_ERROR = 0.17
-# By how much memory kernels may be off beside the errors of their numbers, since torch may fuse in another way than is
-# priced: with it nine of ten measured steps are within their bands (docs/benchmarks.md).
+# Error of memory kernels besides the errors of their numbers, since torch may fuse in another way than is priced: found
+# from steps that were predicted before they were measured (docs/benchmarks.md).
 FUSION_ERROR = 0.31
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
@@ -154,11 +154,16 @@ def least_recomputed(problem: CutProblem, stage_of: Sequence[int], costs: Sequen
         costs: of all stages; they fit with this one recomputing all of its segments.
     """
     segments, found = problem.cost.segments_on(stage_of, stage), list(costs)
+    is_interval = problem.stages > 1 and is_contiguous(problem, stage_of)
+    begin, end, num_buffered = bisect_left(stage_of, stage), bisect_right(stage_of, stage), costs[stage].buffer_bytes
     low, high, best = 0, len(segments), costs[stage]
     while high - low > 1:
         middle = (low + high) // 2
-        own = stage_costs_unlimited(problem.recomputing_below(segments[middle - 1] + 1), stage_of)
-        found[stage] = own[stage]
+        way = problem.recomputing_below(segments[middle - 1] + 1)
+        if is_interval:
+            found[stage] = interval_cost(way, stage, begin, end, num_buffered)
+        else:
+            found[stage] = assignment_costs(way, stage_of)[stage]
         if has_room(problem, found, stage % problem.pp):
             high, best = middle, found[stage]
         else:
@@ -247,20 +252,25 @@ def is_contiguous(problem: CutProblem, stage_of: Sequence[int]) -> bool:
 
 def interval_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
     """As `stage_costs_unlimited`, for stages that are intervals of the groups."""
-    known, buffers = problem.stage_costs, buffer_bytes(problem, stage_of)
+    buffers = buffer_bytes(problem, stage_of)
     costs, begin = [], 0
     for s in range(problem.stages):
         end = bisect_right(stage_of, s)
-        key = s, begin, end, buffers[s]
-        if key not in known:
-            known[key] = interval_cost(problem, *key)
-        costs.append(known[key])
+        costs.append(interval_cost(problem, s, begin, end, buffers[s]))
         begin = end
     return tuple(costs)
 
 
 def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buffered: int) -> StageCost:
-    """Cost of the groups ``begin`` … ``end`` − 1 on a stage with so many bytes of buffers."""
+    """Cost of the groups ``begin`` … ``end`` − 1 on a stage with so many bytes of buffers; made once."""
+    known, key = problem.stage_costs, (stage, begin, end, num_buffered)
+    if key not in known:
+        known[key] = make_interval_cost(problem, *key)
+    return known[key]
+
+
+def make_interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buffered: int) -> StageCost:
+    """As `interval_cost`, without a cache."""
     of, at = intervals_of(problem), (end, begin)
     last = stage == problem.stages - 1
     crossing = () if last else (int(of.forward_bytes[end]), int(of.backward_bytes[end]))

@@ -70,13 +70,13 @@ class Sums:
         return self.until[end] - self.until[begin]
 
     def within(self, window: tuple[slice, slice]) -> Matrix:
-        """Those whose ends and begins lie in a window; elements with j < i mean nothing."""
+        """Sums of the intervals that end and begin within a window; elements with j < i are meaningless."""
         ends, begins = window
         return self.until[ends, None] - self.until[None, begins]
 
     @property
     def matrix(self) -> Matrix:
-        """All of them."""
+        """Sums of all intervals."""
         return self.within((slice(None), slice(None)))
 
 
@@ -186,7 +186,7 @@ class Intervals:
 
     @cached_property
     def messages(self) -> Messages:
-        """What crosses cuts, which recomputation does not change."""
+        """Tensors that cross cuts; recomputation does not change them."""
         cost = self.problem.cost.once
         return cost.remember_for(("edges",), "messages", lambda: Messages.of(cost))
 
@@ -202,12 +202,12 @@ class Intervals:
 
     @property
     def received_bytes(self) -> Vector:
-        """Of a stage that begins at a cut, by its position."""
+        """Bytes that a stage receives and keeps for each microbatch, by the cut where it begins."""
         return self.problem.kept_received * self.forward_bytes
 
     @cached_property
     def sent_bytes(self) -> Vector:
-        """Of a stage that ends at a cut, by its position."""
+        """Bytes that a stage sends and keeps for each microbatch, by the cut where it ends."""
         size = len(self.problem.cost.groups)
         sent = np.zeros(size + 1)
         for edge in self.problem.cost.edges:
@@ -217,7 +217,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Messages:
-    """What crosses cuts between groups.
+    """Tensors that cross cuts between groups.
 
     Args:
         forward_bytes, backward_bytes: bytes that cross a cut, by its position.

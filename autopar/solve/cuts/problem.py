@@ -133,14 +133,20 @@ class CutProblem:
         """Links between stages that were asked for."""
         return {}
 
-    @property
+    @cached_property
     def recomputing(self) -> CutProblem:
         """This problem with every stage recomputing."""
         return replace(self, cost=self.cost.recomputed, recompute="all")
 
     def recomputing_below(self, segment: int) -> CutProblem:
         """This problem with the segments below a number recomputing, on every stage."""
-        return replace(self, cost=self.cost.recomputed_up_to(segment), recompute="all")
+        if segment not in self._recomputing:
+            self._recomputing[segment] = replace(self, cost=self.cost.recomputed_up_to(segment), recompute="all")
+        return self._recomputing[segment]
+
+    @cached_property
+    def _recomputing(self) -> dict[int, CutProblem]:
+        return {}
 
     @property
     def pp(self) -> int:
