@@ -214,6 +214,6 @@ def test_a_rank_that_waits_for_its_gpu_is_ended_with_the_cause(tmp_path: Path, m
 
 
 def test_out_of_memory_under_a_launcher(tmp_path: Path) -> None:
-    seconds, said = seconds_to_the_end(tmp_path, "memory", '{"pp": 2}', "torchrun")
+    seconds, said = seconds_to_the_end(tmp_path, "memory", '{"pp": 2, "schedule": "1f1b"}', "torchrun")
     assert seconds < FAULT_SECONDS, said
     assert "DeviceMemoryError: Rank 1 (stage 1) ran out of memory during train_step in action 1F0, with" in said, said

@@ -5,7 +5,8 @@
 - Graphs and costs: `traced` (graphs as text), `graphs` (written by hand), `block_chains` and `cut_problems` (cost
   graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication), `machine_points` (as a
   machine would measure them), `schedules`.
-- Plans: `handmade` (cuts that a test gives, run in threads), `random_plans`, `explained_plans`.
+- Plans: `handmade` (cuts that a test gives, run in threads), `ragged` (parts of unequal size),
+  `random_plans`, `explained_plans`.
 - Comparisons: `reference` (one device), `parity` (a parallel model with the reference), `rule_cases` and `rule_oracle`.
 - Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads as ranks);
   `mesh_worker`, `training_worker` and `random_parity` are scripts that ranks run.
