@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ class ProgramCache:
         """As `split`, for one shard."""
         local = self.sharded(graph, stage_of, shard)
         programs = split(local, stage_of, self.num_stages)
+        programs = tuple(replace(program, shapes_differ=self.is_ragged) for program in programs)
         if graph.mode == "eval" or all(stage.recompute == "none" for stage in self.plan.stages):
             return programs
         undivided = self.sharded(graph, dict.fromkeys(stage_of, 0), shard)

@@ -75,6 +75,7 @@ def compiled_region(
     weights: Mapping[str, Tensor],
     emit: Emit,
     recompute: bool = False,
+    keep_order: bool = False,
 ) -> CompiledRegion:
     """A region that torch.compile compiles at its first call, unless an equal region has been compiled.
 
@@ -86,6 +87,7 @@ def compiled_region(
         weights: tensors of the weights by name.
         emit: makes a module from operations, names of arguments, and names of results.
         recompute: checkpoint the region: save only its inputs.
+        keep_order: run collectives in the order of the trace, as other ranks do whose shapes differ.
     """
     own = tuple(dict.fromkeys(name for op in region.ops for name in op.reads if name in weights))
     numbered = numbered_ops(region.ops, own, region.reads)
@@ -94,24 +96,28 @@ def compiled_region(
     held = [weights[name] for name in own]
     taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
-    key = f"{module.code}\n{taken}\n{recompute}"
+    key = f"{module.code}\n{taken}\n{recompute}\n{keep_order}"
     call = COMPILED_REGIONS.pop(key, None)
     if call is None:
         whole = with_checkpoint(module, region.is_random) if recompute else module
-        options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else None
-        call = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
+        options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else {}
+        if keep_order:
+            from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
+
+            options[CUSTOM_PASS] = CollectivesInOrder()
+        call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
     COMPILED_REGIONS[key] = call
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
     return CompiledRegion(call, held)
 
 
-def norm_options(ops: Iterable[Op]) -> dict[str, Any] | None:
-    """Options for torch.compile that fit the norms of a region; None without norms, or if torch lacks the option."""
+def norm_options(ops: Iterable[Op]) -> dict[str, Any]:
+    """Options for torch.compile that fit the norms of a region; none without norms, or if torch lacks the option."""
     from torch._inductor import list_options
 
     shapes = [op.outputs[0].shape for op in ops if op.target in ("aten.layer_norm.default", "aten.rms_norm.default")]
     rows = max((prod(shape[:-1]) for shape in shapes), default=0)
     if rows == 0 or SPLIT_SIZE not in list_options():
-        return None
+        return {}
     return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / TARGET_PARTIAL_SUMS)), 4), 7)}

@@ -72,6 +72,9 @@ def graph_module(
     def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
         return emit_module(ops, arguments, results, {}, device, axes, "Region")
 
+    def compile_region(region: Segment, recompute: bool = False) -> nn.Module:
+        return compiled_region(region, values, attributes, emit_region, recompute, program.shapes_differ)
+
     size, bounds = len(program.ops), program.segments
     first, end = (bounds[0], bounds[-1]) if bounds else (size, size)
     if compiled and bounds:
@@ -80,8 +83,7 @@ def graph_module(
     if compiled:
         before, after = region_spans(program, 0, first), region_spans(program, end, size)
         regions = cut_segments(program.ops, (*before, *after), attributes, program.results, "region")
-        modules = {s.name: compiled_region(s, values, attributes, emit_region, recompute=True) for s in segments}
-        modules |= {region.name: compiled_region(region, values, attributes, emit_region) for region in regions}
+        modules = {s.name: compile_region(s, True) for s in segments} | {r.name: compile_region(r) for r in regions}
         steps: Sequence[Op | Segment] = (*regions[: len(before)], *segments, *regions[len(before) :])
     else:
         modules = {

@@ -34,8 +34,9 @@ class Program:
             training step keeps only the inputs of a segment and recomputes it in the backward. Operations outside of
             segments run once; with no positions, all do.
         output_boundaries: positions of operations that lead to other model outputs than the operations before them. A
-        loss
-            that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other output.
+            loss that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other
+            output.
+        shapes_differ: whether the ranks of the tensor axis run programs of the same operations but other shapes.
     """
 
     stage: int
@@ -50,6 +51,7 @@ class Program:
     out_spec: Any = None
     segments: tuple[int, ...] = ()
     output_boundaries: tuple[int, ...] = ()
+    shapes_differ: bool = False
 
     def __post_init__(self) -> None:
         assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)

@@ -24,6 +24,14 @@ def test_ragged_parts_equal_one_device(name: str) -> None:
     assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
 
 
+@pytest.mark.full
+def test_compiled_ranks_call_collectives_in_one_order() -> None:
+    """A block's backward sums an activation's gradient and gathers a weight's, and the compiler orders them by size."""
+    model, x = vit().train(), torch.randn(4, 3, 16, 16)
+    parity = compare(model, x, devices=2, steps=2, plan=ragged_plan(model, x, "heads", "fp32"), compile=True)
+    assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
+
+
 MESHES: dict[str, dict[str, Any]] = {
     "pp 2": {"firsts": ["blocks.1.norm1.layer_norm"]},
     "interleaved": {"firsts": ["blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm", "blocks.3.norm1.layer_norm"],
