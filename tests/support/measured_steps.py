@@ -31,10 +31,10 @@ from autopar.ir.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "plain ViTs": ("vit", "deit", "eva", "beit", "cait"),
+    "plain ViTs": ("vit", "deit", "eva", "beit", "cait", "crossvit", "volo", "xcit"),
     "mixers": ("mixer", "gmixer", "poolformer"),
-    "convolutional nets": ("resnet", "resnext", "regnet", "convnext", "efficientnet"),
-    "windowed and hierarchical transformers": ("swin", "hiera"),
+    "convolutional nets": ("resnet", "resnext", "wide_resnet", "regnet", "convnext", "efficientnet"),
+    "windowed and hierarchical transformers": ("swin", "hiera", "davit", "twins", "pit", "mvit", "focalnet"),
 }
 machine = cache(load_hardware)
 COVERAGE = 0.9  # share of steps that are to lie within their bands

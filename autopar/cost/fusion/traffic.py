@@ -13,12 +13,17 @@ from autopar.cost.fusion.fused_graph import ACTIVATIONS, CHANNEL_NORMS, ROW_NORM
 from autopar.cost.fusion.kernel import DIRECTIONS, Access, Direction, FusedKernel
 from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
+from autopar.cost.ops.unfused_attention import SOFTMAX_FLOPS, lane_padding
 from autopar.ir.graph import Graph, Op
 
-ACTIVATION_SLOWDOWN = 1.15  # arithmetic of erf and exp that traffic does not hide
+ACTIVATION_SLOWDOWN = 1.15  # arithmetic of exp that traffic does not hide
+# Arithmetic on an element in float32 operations, at the rate of large products. erf takes 1.5 ps forward and 2.0 to 2.1
+# backward on H100 and on H200, whose memory is 1.4 times as fast.
+GELU, GELU_FLOPS = "aten.gelu.default", {"forward": 78.0, "backward": 106.0}
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
 TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
 UNCOALESCED_SLOWDOWN = 10.0  # of at most 16: a sector of 32 bytes for each element of 2 bytes
+NO_ARITHMETIC = (0.0, 0.0)
 SUM_KERNELS = 2  # of a sum over rows: partial sums of blocks of rows and their sum, or that and its cast
 
 
@@ -26,9 +31,11 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
     """Traffic of each operation's part in fused kernels, by the operation's name."""
     moved: defaultdict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     launches, sums, ops = Counter[tuple[str, str]](), Counter[tuple[str, str]](), {op.name: op for op in graph.ops}
+    arithmetic = dict[tuple[str, str], tuple[float, float]]()
     for kernel in kernels:
         members = [ops[name] for name in kernel.ops]
-        for access, times in slowed_accesses(kernel, members, stats):
+        factor = slowdown(kernel, members, stats)
+        for access, times in slowed_accesses(kernel, members, factor):
             op = ops[access.op]
             names = (*op.reads, *(v.name for v in op.outputs))
             moved[op.name, kernel.direction].append((names.index(access.tensor), times))
@@ -37,22 +44,35 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
             num_sums = norm_sums(op, kernel.direction, stats)
             launches[op.name, kernel.direction] += SUM_KERNELS * num_sums
             sums[op.name, kernel.direction] = num_sums if op.target in ROW_NORMS else 0
+            if flops := element_flops(op, kernel.direction):
+                num_bytes = sum(access.times * graph.readable[access.tensor].num_bytes for access in kernel.accesses)
+                elements = prod(graph.readable[op.outputs[0].name].shape)
+                arithmetic[op.name, kernel.direction] = flops, factor * num_bytes / elements
     for op, summed in weight_sums(graph, stats):
         moved[op.name, "backward"] += summed
         launches[op.name, "backward"] += SUM_KERNELS
     return {
         name: FusedTraffic(
-            *(Traffic(tuple(sorted(moved[name, w])), launches[name, w], sums[name, w]) for w in DIRECTIONS)
+            *(
+                Traffic(tuple(sorted(moved[at])), launches[at], sums[at], arithmetic.get(at, NO_ARITHMETIC))
+                for at in ((name, direction) for direction in DIRECTIONS)
+            )
         )
         for name in ops
     }
 
 
-def slowed_accesses(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> Iterator[tuple[Access, float]]:
-    """Accesses of a kernel, each with the number of copies of its bytes that take as long."""
-    factor = slowdown(kernel, members, stats)
+def slowed_accesses(kernel: FusedKernel, members: Sequence[Op], factor: float) -> Iterator[tuple[Access, float]]:
+    """Accesses of a kernel so much slower than a copy, each with the number of copies that take as long."""
     for access in kernel.accesses:
         yield access, access.times * max(factor, access_slowdown(access, kernel, members))
+
+
+def element_flops(op: Op, direction: Direction) -> float:
+    """Float32 operations on an element of an operation's result that may take longer than its traffic."""
+    if op.target == GELU:
+        return GELU_FLOPS[direction]
+    return SOFTMAX_FLOPS * lane_padding(op.outputs[0].shape[-1]) if op.target in SOFTMAX else 0.0
 
 
 def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> float:
@@ -60,13 +80,13 @@ def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> f
     factor, is_transposed = 1.0, any(access.is_transposed for access in kernel.reads)
     for op in members:
         made = stats.ops[op.name].outputs
-        if op.target in ACTIVATIONS:
+        if op.target in ACTIVATIONS and op.target != GELU:
             factor = max(factor, ACTIVATION_SLOWDOWN)
         elif op.target in CHANNEL_NORMS | SPATIAL_MEANS:
             factor = max(factor, COLUMN_SUM_SLOWDOWN)
         elif op.target in SOFTMAX:
             apart = TRANSPOSED_NORM_SLOWDOWN if is_transposed else 1.0
-            factor = max(factor, apart * ACTIVATION_SLOWDOWN * lane_padding(made[0].shape[-1]))
+            factor = max(factor, apart * ACTIVATION_SLOWDOWN)
         elif op.target in ROW_NORMS and kernel.direction == "backward":
             factor = max(factor, NORM_BACKWARD_SLOWDOWN * lane_padding(made[0].shape[-1]))
         elif op.target in ROW_NORMS and is_transposed:
@@ -81,11 +101,6 @@ def access_slowdown(access: Access, kernel: FusedKernel, members: Sequence[Op]) 
         return 1.0
     is_library_copy = kernel.ops == (access.op,) and kernel.direction == "backward"
     return UNCOALESCED_SLOWDOWN if sums_rows or is_library_copy else 1.0
-
-
-def lane_padding(row: int) -> float:
-    """Elements of the threads that hold a row in registers, a power of two, over the row's."""
-    return (1 << (row - 1).bit_length()) / row
 
 
 def norm_sums(op: Op, direction: Direction, stats: GraphStats) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from autopar.cost.ops.op_stats import Traffic
 from autopar.ir.graph import DTYPE_BYTES, Op
@@ -29,6 +30,11 @@ def fused_seconds(op: Op, traffic: Traffic, num_bytes: Callable[[str], float], h
         result = op.outputs[0]
         rows = num_bytes(result.name) / (result.shape[-1] * DTYPE_BYTES[result.dtype])
         seconds += traffic.row_sums * PARTIAL_SUM_SECONDS * min(MAX_PARTIAL_SUMS, rows / ROWS_OF_PARTIAL_SUM)
+    flops, kernel_bytes = traffic.arithmetic
+    if flops:
+        elements = num_bytes(op.outputs[0].name) / DTYPE_BYTES[op.outputs[0].dtype]
+        computing = flops / hardware.peak_flops.get("float32", inf)
+        seconds += elements * max(0.0, computing - hardware.traffic_seconds(kernel_bytes))
     return seconds
 
 

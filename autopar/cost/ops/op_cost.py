@@ -17,11 +17,12 @@ from autopar.cost.ops.memory_traffic import (
     fused_wgrad_weights,
     grad_accumulation_bytes,
 )
-from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, storage_names
+from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, has_fused_kernel, storage_names
+from autopar.cost.ops.unfused_attention import unfused_attention_seconds
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.hardware import Hardware, OpKind
 from autopar.ir.layout import TP
-from autopar.ops.registry import named_arguments
+from autopar.ops.registry import named_arguments, operand_of
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.sharding.reshard import reshard_step
 
@@ -212,7 +213,8 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     saved = pricing.scaled(stats.saved_bytes, op.name) / parts + sum(map(num_bytes, stats.saved_names(op)))
     backward = extra_traffic = 0.0
     if stats.gradients:
-        moved = output_grads + input_grads + saved
+        reads = products if kind == "matmul" else 1  # each product reads the gradient of the result
+        moved = reads * output_grads + input_grads + saved
         backward = products * hardware.op_seconds(
             kind, backward_flops * slowdowns[1] / products, moved / products, dtype, backward=True
         )
@@ -225,6 +227,11 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
             extra_traffic += (
                 column_sum_seconds(again, hardware) if compiled else hardware.op_seconds("memory", 0.0, again, dtype)
             )
+    if kind == "attention" and on_gpu:
+        query, key = (operand_of(pricing.graph.readable[name]) for name in op.reads[:2])
+        if not has_fused_kernel(op, (query, key), hardware.device_type):
+            forward, backward = unfused_attention_seconds(op, query, key, flops, num_bytes, hardware)
+            backward *= bool(stats.gradients)
     if fused is not None:
         shared = (fused_seconds(op, traffic, num_bytes, hardware) for traffic in (fused.forward, fused.backward))
         if kind == "memory":

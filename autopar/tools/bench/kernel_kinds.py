@@ -48,12 +48,13 @@ def kernel_kind(name: str) -> KernelKind:
 def kernel_directions(names: Iterable[str]) -> list[Direction]:
     """Direction of each kernel of a step with one microbatch, in the order in which they started.
 
-    The backward begins with the first kernel whose name says so: in a step, the gradient of the loss. Kernels of the
-    optimizer are the update.
+    The backward begins with the first kernel whose name says so: in a step, the gradient of the loss. A generated
+    kernel does not begin it: one of the forward that computes what a norm's backward needs names that backward too.
+    Kernels of the optimizer are the update.
     """
     directions, in_backward = list[Direction](), False
     for name in names:
-        in_backward = in_backward or BACKWARD.search(name) is not None
+        in_backward = in_backward or (not name.startswith("triton_") and BACKWARD.search(name) is not None)
         update = kernel_kind(name) == "optimizer"
         directions.append("update" if update else "backward" if in_backward else "forward")
     return directions

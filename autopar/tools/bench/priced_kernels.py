@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from autopar.cost.fusion.kernel import Direction, FusedKernel
-from autopar.cost.fusion.traffic import slowed_accesses
+from autopar.cost.fusion.traffic import element_flops, slowdown, slowed_accesses
 from autopar.cost.ops.op_cost import Pricing
+from autopar.ir.graph import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,17 @@ def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[Pr
     seconds: dict[tuple, float] = {}
     for kernel in kernels:
         members = [ops[name] for name in kernel.ops]
-        weighted = [
-            (pricing.num_bytes(a.tensor), times) for a, times in slowed_accesses(kernel, members, pricing.stats)
+        factor = slowdown(kernel, members, pricing.stats)
+        weighted = [(pricing.num_bytes(a.tensor), times) for a, times in slowed_accesses(kernel, members, factor)]
+        flops = [
+            element_flops(op, kernel.direction) * pricing.num_bytes(v.name) / DTYPE_BYTES[v.dtype]
+            for op in members
+            for v in op.outputs[:1]
         ]
         key = kernel.direction, tuple(op.target for op in members), tuple(sorted(weighted))
         groups.setdefault(key, []).append(kernel)
-        seconds[key] = start + hardware.traffic_seconds(sum(size * times for size, times in weighted))
+        moving = hardware.traffic_seconds(sum(size * times for size, times in weighted))
+        seconds[key] = start + max(moving, max(flops, default=0.0) / hardware.peak_flops.get("float32", inf))
     rows = (
         PricedKernels(
             name="_".join(("fused", *sorted({target.split(".")[1] for target in key[1]}))),
