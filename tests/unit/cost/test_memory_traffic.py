@@ -87,7 +87,7 @@ def test_gradients_are_added_to_sums(way: ExecutionMode) -> None:
         op_costs(Pricing(found, graph_stats(graph), FREE.with_mode(way), 4))["1.linear"].backward_seconds * 1e9
         for found in (graph, low)
     ]
-    num, own = 16 * 8, 4 * 4 * (8 + 2 * 16)  # weights; gradients of y and x, and x
+    num, own = 16 * 8, 4 * 4 * (2 * 8 + 2 * 16)  # weights; gradients of y, for two products, and of x, and x
     added = (4, 4) if way.compiled else (2 * 4 + 4, 2 * 4 + 2)
     assert moved[0] == pytest.approx(own + (2 * 4 + added[0]) * num, rel=1e-6)
     assert moved[1] == pytest.approx(own + (2 * 2 + added[1]) * num, rel=1e-6)
