@@ -144,8 +144,8 @@ def footer(plan: PlanView) -> Table:
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
     rows += basis_rows(prediction.parts)
-    rows += measuring_rows(plan.solver.measuring)
     rows += step_parts(seconds, prediction.reduce_seconds, prediction.optimizer_seconds)
+    rows += measuring_rows(plan.solver.measuring)
     if plan.chunks > 1:
         fullest = max(range(plan.mesh.devices), key=lambda rank: prediction.peak_bytes[rank])
         peak = prediction.peak_bytes[fullest]
@@ -192,7 +192,7 @@ def measuring_rows(measuring: Measuring | None) -> list[tuple[str, str]]:
     stayed = measuring.before == measuring.after
     choice = f"stayed {measuring.after}" if stayed else f"changed from {measuring.before} to {measuring.after}"
     counted = f"{timed} of {plural(measuring.num_regions, 'region')}{known}{now}"
-    return [("measured", f"{counted}; the choice {choice if timed else 'rests on the cost model'}")]
+    return [("measured", f"{counted}; the choice {choice}")]
 
 
 def solver_rows(plan: PlanView) -> list[tuple[str, str]]:

@@ -98,8 +98,8 @@ def plan_where_undecided(
     """The best plan, by measured times of the regions whose errors could turn the choice, as far as the budget allows.
 
     The first plan is by the cost model alone. Each further one uses the times of the regions that the one before hung
-    on. An operation without times in a configuration is priced with its factor in the nearest one in which it has
-    times, and by the cost model if it has none at all.
+    on, and all times of it and its rivals that earlier plans have left. An operation without times in a configuration
+    is priced with its factor in the nearest one in which it has times, and by the cost model if it has none at all.
 
     Args:
         setting, costs, search, retrace: as in `plan_with_measurements`.
@@ -107,7 +107,7 @@ def plan_where_undecided(
     explored: list[tuple[Sequence[Candidate], Decision]] = []
 
     def plan_again() -> Plan:
-        return search(listen=lambda candidates, decision: explored.append((candidates, decision)))
+        return search(listen=lambda candidates, decision: explored.append((candidates, decision)), slack=CLOSE_MESH - 1)
 
     plan = first = plan_again()
     candidates, decision = explored[-1]
@@ -121,11 +121,11 @@ def plan_where_undecided(
     for _ in range(MAX_CHOICES):
         choice = prices.undecided(decision, candidates)
         configs |= dict.fromkeys(choice.configs)
-        regions |= {region.key for region in choice.regions}
-        new = [region for region in choice.regions if region.key not in times]
-        earlier = {region.key: own for region in new if (own := timer.cache.get(region.key)) is not None}
-        wanted = [at_size(region) for region in new if region.key not in earlier]
+        unknown = dict.fromkeys(key for config in choice.configs for key in prices.keys(config) if key not in times)
+        earlier = {key: known for key in unknown if (known := timer.cache.get(key)) is not None}
+        wanted = [at_size(region) for region in choice.regions if region.key in unknown.keys() - earlier.keys()]
         made = {**earlier, **timer.time_in_order(wanted, costs.graph.model)}
+        regions |= earlier.keys() | {region.key for region in choice.regions}
         if not any(made.values()):
             break
         num_earlier += len(earlier)

@@ -121,20 +121,21 @@ class RegionTimer:
         """A callback that puts times into a dict and into the cache."""
 
         def keep(key: str, times: RegionTimes | None) -> None:
-            measured[key] = times
             self.keep(key, times)
+            measured[key] = times
 
         return keep
 
     def keep(self, key: str, times: RegionTimes | None) -> None:
         """Put times into the cache, unless something else used the device."""
-        if times is not None and times.spread <= MAX_STEADY_SPREAD:
+        if times is not None and not is_unsteady(times):
             self.cache.put(key, times)
 
     def time_in_order(self, wanted: Sequence[WantedRegion], what: str) -> Mapping[str, RegionTimes | None]:
         """Times of the first regions, as many as the budget allows, by `WantedRegion.key`.
 
-        Regions that do not fit in memory, or fail on the device, have None, and a `MeasuringWarning` counts them.
+        Regions have None that do not fit in memory, fail, or have times that lie apart; a `MeasuringWarning` counts
+        them. All times that are returned are in the cache, so that the next plan has them too.
         Tracing with other samples counts as measuring. So that it does not take all of the time, the regions that are
         traced in the first half of what is left are timed before more are traced.
         """
@@ -143,27 +144,28 @@ class RegionTimer:
         found: dict[str, RegionTimes | None] = {}
         measured: dict[str, RegionTimes | None] = {}  # by the key of the region at its size
         failures: list[str] = []
-        while waiting and (now := monotonic()) < deadline:
-            sized_keys: dict[str, str] = {}
-            programs: dict[str, SizedProgram] = {}
-            while waiting and (not sized_keys or monotonic() < (now + deadline) / 2):
-                region = waiting.pop(0)
-                sized = region.at_size()
-                key = sized_keys[region.key] = cache_key(sized, region.ranks, region.size, region.size)
-                if key in measured:
-                    continue
-                times = self.cache.get(key)
-                if times is None:
-                    programs[key] = sized.program, region.ranks
-                else:
-                    measured[key] = times
-            failures += self.measure_until(programs, measured, what, deadline)
-            found |= {key: measured[sized_key] for key, sized_key in sized_keys.items() if sized_key in measured}
-        for key in found.keys() - measured.keys():
-            self.keep(key, found[key])
+        try:
+            while waiting and (now := monotonic()) < deadline:
+                sized_keys: dict[str, str] = {}
+                programs: dict[str, SizedProgram] = {}
+                while waiting and (not sized_keys or monotonic() < (now + deadline) / 2):
+                    region = waiting.pop(0)
+                    sized = region.at_size()
+                    key = sized_keys[region.key] = cache_key(sized, region.ranks, region.size, region.size)
+                    if key not in measured and (times := self.cache.get(key)) is not None:
+                        measured[key] = times
+                    elif key not in measured:
+                        programs[key] = sized.program, region.ranks
+                failures += self.measure_until(programs, measured, what, deadline)
+                for key, sized_key in sized_keys.items():
+                    if sized_key in measured:
+                        self.keep(key, measured[sized_key])
+                        found[key] = measured[sized_key]
+        except UsageError as error:  # the cache cannot be written to
+            warnings.warn(str(error), MeasuringWarning, stacklevel=2)
         self.spent_seconds += monotonic() - start
-        warn_of_times(measured, what, failures)
-        return found
+        warn_of_times(measured, what, failures, are_used=False)
+        return {key: None if is_unsteady(times) else times for key, times in found.items()}
 
     def measure_until(
         self, programs: Mapping[str, SizedProgram], measured: dict[str, RegionTimes | None], what: str, deadline: float
@@ -239,34 +241,41 @@ def check_same_regions(regions: Sequence[TimedRegion], others: Sequence[TimedReg
     assert same_ops, "the graph has other regions at another batch size"
 
 
-def warn_of_times(times: Mapping[str, RegionTimes | None], what: str, failures: Sequence[str] = ()) -> None:
+def is_unsteady(times: RegionTimes | None) -> bool:
+    """Whether something else used the device while a region was timed."""
+    return times is not None and times.spread > MAX_STEADY_SPREAD
+
+
+def warn_of_times(
+    times: Mapping[str, RegionTimes | None], what: str, failures: Sequence[str] = (), are_used: bool = True
+) -> None:
     """Warn of times that lie apart, and of regions that have none.
 
     Args:
         times: None for regions that do not fit in memory, or failed.
         failures: a line for each region that failed.
+        are_used: whether times that lie apart count.
     """
-    unsteady = max((own.spread for own in times.values() if own is not None), default=0.0)
-    if unsteady > MAX_STEADY_SPREAD:
-        warnings.warn(
-            f"Times of {what} lie up to {percent(unsteady, 0)} apart, so something else uses this device. They "
-            "count in this plan and are not kept.",
-            MeasuringWarning,
-            stacklevel=3,
+    apart = [own.spread for own in times.values() if own is not None and is_unsteady(own)]
+    num_missing = list(times.values()).count(None) - len(failures)
+    said: list[str] = []
+    if apart:
+        effect = ". They count in this plan and are not kept." if are_used else ": priced by the cost model."
+        said.append(
+            f"Times of {plural(len(apart), 'region')} of {what} lie up to {percent(max(apart), 0)} apart, so something "
+            f"else uses this device{effect}"
         )
-    if num_missing := list(times.values()).count(None) - len(failures):
-        warnings.warn(
-            f"{plural(num_missing, 'region')} of {what} need more memory than the device has free: priced by the "
-            "cost model.",
-            MeasuringWarning,
-            stacklevel=3,
+    if num_missing:
+        said.append(
+            f"{plural(num_missing, 'region')} of {what} need more memory than the device has free: priced by the cost "
+            "model."
         )
     if failures:
-        warnings.warn(
-            f"{plural(len(failures), 'region')} of {what} cannot be timed: priced by the cost model. {failures[0]}",
-            MeasuringWarning,
-            stacklevel=3,
+        said.append(
+            f"{plural(len(failures), 'region')} of {what} cannot be timed: priced by the cost model. {failures[0]}"
         )
+    for message in said:
+        warnings.warn(message, MeasuringWarning, stacklevel=3)
 
 
 def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
