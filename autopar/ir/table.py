@@ -188,7 +188,7 @@ def measuring_rows(measuring: Measuring | None) -> list[tuple[str, str]]:
     took = f"{measuring.seconds:.0f} s of a {measuring.budget_seconds:g} s budget"
     earlier, timed = measuring.num_earlier, measuring.num_timed
     known = f", {'all' if earlier == timed else earlier} of them earlier" if earlier else ""
-    now = f" in {took}" if earlier < timed or not timed else ""
+    now = f"{',' * bool(earlier)} in {took}" if earlier < timed or not timed else ""
     stayed = measuring.before == measuring.after
     choice = f"stayed {measuring.after}" if stayed else f"changed from {measuring.before} to {measuring.after}"
     counted = f"{timed} of {plural(measuring.num_regions, 'region')}{known}{now}"

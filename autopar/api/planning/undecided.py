@@ -77,8 +77,8 @@ class Undecided:
 def undecided(winner: PlanLoad, rivals: Iterable[PlanLoad]) -> Sequence[ConfigRegion]:
     """Regions of a plan and of the rivals that may be faster, in the order in which they are timed.
 
-    Regions come in the order of their error in the time in which the plan and a rival differ, then of their error in
-    the plan's step. The list is empty where no rival may be faster.
+    Regions come in the order of their error in the time in which the plan and these rivals differ, summed over the
+    rivals; then of their error in the plan's step. The list is empty where no rival may be faster.
     """
     regions: dict[str, ConfigRegion] = {}
     swings: dict[str, float] = {}
@@ -94,7 +94,7 @@ def undecided(winner: PlanLoad, rivals: Iterable[PlanLoad]) -> Sequence[ConfigRe
             continue
         regions |= known
         for key, shift in shifts.items():
-            swings[key] = max(swings.get(key, 0.0), abs(shift))
+            swings[key] = swings.get(key, 0.0) + abs(shift)
     own = {key: region.error * winner.seconds.get(key, 0.0) for key, region in regions.items()}
     return sorted(regions.values(), key=lambda region: (-swings[region.key], -own[region.key]))
 

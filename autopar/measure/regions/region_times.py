@@ -139,6 +139,8 @@ class RegionTimer:
         Tracing with other samples counts as measuring. So that it does not take all of the time, the regions that are
         traced in the first half of what is left are timed before more are traced.
         """
+        if not wanted:
+            return {}
         start = monotonic()
         deadline, waiting = start + self.left_seconds, list(wanted)
         found: dict[str, RegionTimes | None] = {}
@@ -231,7 +233,7 @@ class RegionTimer:
         if done < len(keys) and not (exit.timed_out and monotonic() >= end):
             problem = f"had no result in {LIMIT_SECONDS:.0f} s" if exit.timed_out else "ended"
             last_line = exit.last_lines[exit.failed_rank or 0]
-            return f"The process that times {what} {problem}; it said last: {last_line}."
+            return f"The process that times {what} {problem}; it said last: {last_line.removesuffix('.')}."
         return ""
 
 
