@@ -84,7 +84,9 @@ def plan(
 ) -> Plan:
     """The best plan for a model on a number of devices; needs no GPU, and no weights for a model by name.
 
-    Each process of a launcher that calls this plans by itself, without measured times; `parallelize` plans on rank 0.
+    Where the plan's device is at hand, operations are timed whose errors could turn the choice, and times are kept:
+    see ``cost`` and ``measure_seconds`` of `autopar.ir.plan_constraints.PlanConstraints`. Each process of a launcher
+    that calls this plans by itself, without measured times; `parallelize` plans on rank 0.
 
     Args:
         model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,

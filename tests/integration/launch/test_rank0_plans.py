@@ -92,6 +92,7 @@ if rank == 1:
 trained(cost="measured", dp=2)
 trained(dp=2)
 trained(cost="analytic", dp=2)
+trained(measure_seconds=60)
 write()
 """
 
@@ -144,7 +145,8 @@ def test_rank_0_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: s
     first, other = said_by_ranks(tmp_path, MEASURED, how)
     assert first == other
     costs = [json.loads(plan)["hardware"]["cost"] for plan in first]
-    assert costs == ["measured", "measured", "analytic"]  # auto takes what was measured before
+    assert costs[:3] == ["measured", "measured", "analytic"]  # auto takes what was measured before
+    assert json.loads(first[3])["solver"]["measuring"]["budget_seconds"] == 60
     assert not (tmp_path / "another disk").exists()
 
 

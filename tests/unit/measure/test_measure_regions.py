@@ -400,6 +400,8 @@ def test_a_launchers_ranks_measure_as_many_processes_as_share_a_host(
     # Processes that call autopar.plan do so each by itself.
     with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*parallelize, .* -o plan\.json"):
         plan(cost="measured", dp=2)
+    with pytest.raises(UsageError, match=r"measure_seconds=10 in autopar\.plan: torchrun's processes"):
+        plan(measure_seconds=10, dp=2)
     assert plan(cost="auto", dp=2).hardware.cost == "analytic"
 
 
