@@ -150,7 +150,10 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
         return WhyNotResult(asked, str(error))
     breakdown, before = breakdown_of(found), breakdown_of(plan)
     seconds = breakdown.step_seconds
-    if found.hardware.cost == "analytic" and plan.hardware.cost != "analytic":
+    if found.hardware.cost != "analytic" == plan.hardware.cost:
+        said = f"{text(seconds, TIME)} a step with operations timed, which does not compare with the file's prices."
+        return WhyNotResult(asked, said, found, breakdown)
+    if found.hardware.cost == "analytic" != plan.hardware.cost:
         return WhyNotResult(
             asked,
             f"{text(seconds, TIME)} a step by the cost model, which does not compare with the file's: there operations "

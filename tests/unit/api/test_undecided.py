@@ -263,7 +263,9 @@ def test_nothing_is_timed_where_no_error_can_turn_the_choice(runs: Runs) -> None
 
 def test_nothing_is_said_where_nothing_may_be_timed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget, by the cost model, and for a device that is not here."""
-    for options in ({"measure_seconds": 0}, {"cost": "analytic"}, {"hardware": "h200-nvlink", "measure_seconds": 100}):
+    absent = {"hardware": "h200-nvlink", "measure_seconds": 100}
+    cases: list[dict[str, Any]] = [{"measure_seconds": 0}, {"cost": "analytic"}, absent]
+    for options in cases:
         found = autopar.plan(*LARGE, **options)
         assert found.solver.measuring is None and "measured  " not in str(found)
     monkeypatch.setenv("AUTOPAR_MEASURE_SECONDS", "100")
