@@ -11,14 +11,14 @@ from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply_strategi
 from autopar.api.planning.error_band import narrowing
 from autopar.api.planning.undecided import ConfigRegion, RegionPrices, rivals_of
 from autopar.cost.ops.op_cost import MeasuredRegions
-from autopar.errors import MeasuringWarning
+from autopar.errors import MeasuringWarning, TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Measuring
 from autopar.ir.units import plural
 from autopar.measure.regions.cache import RegionTimes
-from autopar.measure.regions.region_times import RegionTimer, WantedRegion, check_same_regions
+from autopar.measure.regions.region_times import RegionTimer, WantedRegion, have_same_ops
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
 from autopar.solve.result.alternatives import mesh_label
 from autopar.solve.result.make_plan import Decision, Setting
@@ -147,19 +147,27 @@ def plan_where_undecided(
 
 
 def regions_at_size(costs: PlanCosts, prices: RegionPrices, retrace: Retrace) -> Callable[[ConfigRegion], WantedRegion]:
-    """A function that returns a region to be timed; a configuration's graph is traced with its samples only once."""
+    """A function that returns a region to be timed. A configuration's graph is traced with its samples once; a model
+    that cannot be traced with them, or has other operations then, is warned of."""
 
     @cache
     def traced(config: MeasuredConfig) -> Sequence[TimedRegion]:
         known = prices.timed_regions(config)
         if config.size == costs.graph.batch:
             return known
-        found = tuple(timed_regions(graph_at_size(costs, config, retrace)))
-        check_same_regions(known, found)
-        return found
+        problem = "has other operations than the traced model"
+        try:
+            found = tuple(timed_regions(graph_at_size(costs, config, retrace)))
+        except TraceError as error:
+            found, problem = (), f"cannot be traced ({error})"
+        if have_same_ops(known, found):
+            return found
+        what = f"{costs.graph.model} with {plural(config.size, 'sample')} {problem}"
+        warnings.warn(f"{what}: priced by the cost model.", MeasuringWarning, stacklevel=2)
+        return ()
 
     def at_size(region: ConfigRegion) -> WantedRegion:
-        config = region.config
-        return WantedRegion(region.key, config.tp, config.size, lambda: traced(config)[region.number])
+        config, number = region.config, region.number
+        return WantedRegion(region.key, config.tp, config.size, lambda: next(iter(traced(config)[number:]), None))
 
     return at_size

@@ -46,13 +46,13 @@ class WantedRegion:
         key: `cache_key` of the region as it was traced.
         ranks: of its tensor-parallel axis.
         size: samples.
-        at_size: the region traced with so many samples.
+        at_size: the region traced with so many samples; None if it cannot be.
     """
 
     key: str
     ranks: int
     size: int
-    at_size: Callable[[], TimedRegion]
+    at_size: Callable[[], TimedRegion | None]
 
 
 class RegionTimer:
@@ -89,7 +89,7 @@ class RegionTimer:
         times_by_key = {key: self.cache.get(key) for key in dict.fromkeys(keys)}
         if not all(times_by_key.values()):
             sized_regions = regions if graph.batch == size else tuple(timed_regions(at_size()))
-            check_same_regions(regions, sized_regions)
+            assert have_same_ops(regions, sized_regions), "the graph has other regions at another batch size"
             sized_keys = [cache_key(region, ranks, size, size) for region in sized_regions]
             programs = {key: (region.program, ranks) for key, region in zip(sized_keys, sized_regions)}
             times = {key: found for key in programs if (found := self.cache.get(key)) is not None}
@@ -134,8 +134,8 @@ class RegionTimer:
     def time_in_order(self, wanted: Sequence[WantedRegion], what: str) -> Mapping[str, RegionTimes | None]:
         """Times of the first regions, as many as the budget allows, by `WantedRegion.key`.
 
-        Regions have None that do not fit in memory, fail, or have times that lie apart; a `MeasuringWarning` counts
-        them. All times that are returned are in the cache, so that the next plan has them too.
+        Regions have None that cannot be traced, do not fit in memory, fail, or have times that lie apart; a
+        `MeasuringWarning` counts the last three. All times that are returned are in the cache, for the next plan.
         Tracing with other samples counts as measuring. So that it does not take all of the time, the regions that are
         traced in the first half of what is left are timed before more are traced.
         """
@@ -153,6 +153,9 @@ class RegionTimer:
                 while waiting and (not sized_keys or monotonic() < (now + deadline) / 2):
                     region = waiting.pop(0)
                     sized = region.at_size()
+                    if sized is None:
+                        found[region.key] = None
+                        continue
                     key = sized_keys[region.key] = cache_key(sized, region.ranks, region.size, region.size)
                     if key not in measured and (times := self.cache.get(key)) is not None:
                         measured[key] = times
@@ -237,10 +240,9 @@ class RegionTimer:
         return ""
 
 
-def check_same_regions(regions: Sequence[TimedRegion], others: Sequence[TimedRegion]) -> None:
-    """Assert that a graph has the same regions at two batch sizes."""
-    same_ops = [region.ops for region in regions] == [region.ops for region in others]
-    assert same_ops, "the graph has other regions at another batch size"
+def have_same_ops(regions: Sequence[TimedRegion], others: Sequence[TimedRegion]) -> bool:
+    """Whether two sequences of regions are of the same operations."""
+    return [region.ops for region in regions] == [region.ops for region in others]
 
 
 def is_unsteady(times: RegionTimes | None) -> bool:

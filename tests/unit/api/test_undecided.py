@@ -12,10 +12,13 @@ import pytest
 from support.measured import images, plan, vit
 
 import autopar
+from autopar.api.options import Options
 from autopar.api.planning.costs import MeasuredConfig
+from autopar.api.planning.plan import PlanRequest, lower_example, plan_graph
 from autopar.api.planning.undecided import ConfigRegion, PlanLoad, undecided
 from autopar.cost.hardware.load import load_hardware
-from autopar.errors import MeasuringWarning, UsageError
+from autopar.errors import MeasuringWarning, TraceError, UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan_parts import TIMED, Measuring
 from autopar.ir.table import measuring_rows
@@ -250,6 +253,28 @@ def test_the_choice_changes_where_times_say_so_and_a_second_plan_is_equal(runs: 
             str(again).split()
         )
     assert runs.starts == starts
+
+
+def test_a_model_that_is_traced_with_some_samples_alone(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other samples cannot be timed, which is said; the plan is made all the same."""
+    traced = PlanRequest.graph
+
+    def fail(request: PlanRequest, size: int) -> Graph:
+        raise TraceError("Cannot trace so few.")
+
+    def other_ops(request: PlanRequest, size: int) -> Graph:
+        return traced(replace(request, model=vit(class_token=False, global_pool="avg")), size)
+
+    options = Options(dp=2, measure_seconds=1000.0)
+    call = as_call(vit(), images(4096))
+    request = PlanRequest(vit(), call, 2, options, "vit")
+    graph = lower_example(request)
+    for retrace, problem in ((fail, "cannot be traced .Cannot trace so few"), (other_ops, "has other operations")):
+        monkeypatch.setattr(PlanRequest, "graph", retrace)
+        with pytest.warns(MeasuringWarning, match=f"vit with 2,048 samples {problem}.*: priced by"):
+            found = plan_graph(request, graph, CPU)
+        said = found.solver.measuring
+        assert said is not None and 0 < said.num_timed < said.num_regions
 
 
 def test_nothing_is_timed_where_no_error_can_turn_the_choice(runs: Runs) -> None:
