@@ -24,6 +24,9 @@ torch.set_num_threads(1)
 # Empty: earlier measurements on this machine must not change plans. Processes that tests start inherit it.
 os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp(prefix="autopar-test-cache-")
 
+# Plans by default measure nothing; tests that measure say for how long. Processes that tests start inherit it.
+os.environ["AUTOPAR_MEASURE_SECONDS"] = "0"
+
 # The cache of compiled regions outlives a run.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "inductor"))
 

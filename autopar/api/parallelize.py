@@ -62,7 +62,7 @@ def parallelize(
 
     In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
     srun, on one node or several, every process makes the same call and becomes one rank; all use rank 0's weights.
-    Rank 0 plans, and times operations for ``cost="measured"``; an error of any rank is raised on all of them.
+    Rank 0 plans, and times operations unless ``cost="analytic"``; an error of any rank is raised on all of them.
 
     Torch's default dtype, float32 precisions and deterministic mode are those at this call, whatever the caller sets
     later. ``torch.autocast``, ``no_grad``, ``inference_mode`` and the default device have no effect on a run: pass

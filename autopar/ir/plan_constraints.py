@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import get_args
 
 from autopar.errors import UsageError
@@ -49,8 +50,11 @@ class PlanConstraints:
         hardware: name or file of the cost model.
         cost: "measured" times the operations of promising plans on this device, compiled and captured as they will run,
             and keeps the times on disk (`autopar.measure.regions`). "analytic" prices operations by the cost model.
-            "auto" uses measurements if an earlier plan has left all that are needed, and measures nothing. Under a
-            launcher `autopar.parallelize` measures on rank 0, and takes what rank 0's disk has.
+            "auto" plans by the cost model first. Where the plan's device is at hand it then times the operations whose
+            errors could turn the choice, and plans again: see docs/search.md. Under a launcher
+            `autopar.parallelize` measures on rank 0, and takes what rank 0's disk has.
+        measure_seconds: longest time that ``cost="auto"`` takes to time operations, second; 0 for none, so that only
+            times count that are on disk. By default the number in AUTOPAR_MEASURE_SECONDS, or 30.
         solver_seconds: time limit for proving a bound of the cuts and finding better ones, second.
 
     Raises:
@@ -73,6 +77,7 @@ class PlanConstraints:
     recompute: Recompute = "auto"
     hardware: str | None = None
     cost: CostSource = "auto"
+    measure_seconds: float | None = None
     solver_seconds: float = 10.0
 
     def __post_init__(self) -> None:
@@ -83,7 +88,14 @@ class PlanConstraints:
         check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))
         check_choice("recompute", self.recompute, ("none", "all", "auto"))
         check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
-        check_choice("cost", self.cost, ("analytic", "measured", "auto"))
+        check_choice("cost", self.cost, get_args(CostSource))
+        check_seconds("measure_seconds", self.measure_seconds)
+        if self.measure_seconds is not None and self.cost != "auto":
+            takes = "measures nothing" if self.cost == "analytic" else "takes as long as it needs"
+            raise UsageError(
+                f"measure_seconds={self.measure_seconds:g} (--measure-seconds) is for cost='auto'; cost={self.cost!r} "
+                f"{takes}. Leave one out."
+            )
         if self.precision not in (None, *get_args(Precision)):
             raise UsageError(
                 f"precision={self.precision!r} is unknown. It is fp32, bf16, fp16 or bf16-params for a model with "
@@ -110,6 +122,13 @@ def check_positive(name: str, number: object) -> None:
     """Raise a UsageError unless a number is None or above 0."""
     if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
         raise UsageError(f"{name}={number!r} must be a number above 0.")
+
+
+def check_seconds(name: str, number: object) -> None:
+    """Raise a UsageError unless a number is None or a finite one of at least 0."""
+    if number is None or (isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < inf):
+        return
+    raise UsageError(f"{name}={number!r} must be a number of seconds of at least 0.")
 
 
 def check_switch(name: str, value: object) -> None:

@@ -20,10 +20,11 @@ Recompute = Literal["none", "all", "auto"]  # as requested
 StageRecompute = Literal["none", "all"] | int  # a number of segments
 ReduceDtype = Literal["float32", "bfloat16"]  # in which gradients travel between replicas
 ZeroStage = Literal[0, 1, 2]  # what replicas divide: nothing, optimizer state, that and gradients
-PriceSource = Literal["analytic", "measured"]
+PriceSource = Literal["analytic", "measured", "mixed"]  # mixed: some operations were timed
 COMMUNICATION = ("links", "network", "overlap")  # names of parts of a step
+TIMED = "timed operations"  # part of a step of mixed prices
 Basis = Literal["steps", "measured", "assumed"]
-CostSource = PriceSource | Literal["auto"]  # as requested
+CostSource = Literal["analytic", "measured", "auto"]  # as requested
 
 
 @with_config(STRICT)
@@ -221,6 +222,32 @@ class OtherMeshes:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
+class Measuring:
+    """Record of ``cost="auto"`` on the device at hand, which times regions whose errors could turn the choice.
+
+    Args:
+        num_regions: regions that could turn the choice, and all others of the plans that it was between; 0 where no
+            error could.
+        num_timed: regions with times.
+        num_earlier: regions with times of earlier plans.
+        seconds: taken by timing, of ``budget_seconds``.
+        before: the cost model's choice, such as ``pp 1 × tp 1 × dp 4, m 1``.
+        after: the choice with the times.
+        has_rivals: whether any other plan fits.
+    """
+
+    num_regions: int
+    num_timed: int
+    num_earlier: int
+    seconds: float
+    budget_seconds: float
+    before: str
+    after: str
+    has_rivals: bool = True
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
 class SolverInfo:
     """Record of the search that found the plan.
 
@@ -230,6 +257,7 @@ class SolverInfo:
         method: what was solved for: cuts alone, or shardings and then cuts.
         other_meshes: None in older files, where no other mesh is allowed, and where operations were timed, whose times
             for other meshes are estimates.
+        measuring: None in older files, and where nothing may be timed.
     """
 
     name: str
@@ -239,6 +267,7 @@ class SolverInfo:
     balance: Balance = "time"
     method: str = "cuts"
     other_meshes: OtherMeshes | None = None
+    measuring: Measuring | None = None
 
 
 @with_config(STRICT)
@@ -261,7 +290,7 @@ class Alternative:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class HardwareInfo:
-    """The machine that the plan was priced for, and whether operations were timed on it."""
+    """The machine that the plan was priced for, and whether all or some of the operations were timed on it."""
 
     name: str
     device: str

@@ -10,7 +10,18 @@ from rich.table import Column, Table
 
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
-from autopar.ir.plan_parts import COMMUNICATION, Alternative, Basis, PlanView, Stage, StepPart, replica_text
+from autopar.ir.plan_parts import (
+    COMMUNICATION,
+    TIMED,
+    Alternative,
+    Basis,
+    Measuring,
+    PlanView,
+    PriceSource,
+    Stage,
+    StepPart,
+    replica_text,
+)
 from autopar.ir.sharding_table import sharding_parts
 from autopar.ir.text import NONE, labelled, numeric, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
@@ -22,6 +33,9 @@ BAR_NAME_COLUMNS = 18  # columns for module names without which time bars are le
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
 NOTABLE_SHARE = 0.01  # share of a step from which reduction and optimizer have a row
 TIME_BAR = "F █ B ░"
+SOURCES: Mapping[PriceSource, str] = {
+    "analytic": "", "measured": ", operations timed", "mixed": ", some operations timed"
+}  # fmt: skip
 BASES: Mapping[Basis, str] = {"steps": "measured steps", "measured": "measured one by one", "assumed": "assumed"}
 # What narrows a part of the step's error, by the part and what it rests on.
 REMEDIES: Mapping[tuple[str, Basis], str] = {
@@ -58,7 +72,7 @@ def header(plan: PlanView) -> Table:
             (
                 "devices",
                 f"{mesh.devices} × {hardware.device}, {text(hardware.memory_bytes, BYTES)} each, over {hardware.link} "
-                f"(cost model {hardware.name}{', operations timed' if hardware.cost == 'measured' else ''})",
+                f"(cost model {hardware.name}{SOURCES[hardware.cost]})",
             ),
             (
                 "mesh",
@@ -131,6 +145,7 @@ def footer(plan: PlanView) -> Table:
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
     rows += basis_rows(prediction.parts)
     rows += step_parts(seconds, prediction.reduce_seconds, prediction.optimizer_seconds)
+    rows += measuring_rows(plan.solver.measuring)
     if plan.chunks > 1:
         fullest = max(range(plan.mesh.devices), key=lambda rank: prediction.peak_bytes[rank])
         peak = prediction.peak_bytes[fullest]
@@ -152,7 +167,7 @@ def basis_rows(parts: Sequence[StepPart]) -> list[tuple[str, str]]:
     """Labelled line: what the step's error is from, and the command that would narrow its largest part."""
     named: dict[str, list[StepPart]] = {}
     for part in parts:
-        named.setdefault(part.name if part.name in COMMUNICATION else "compute", []).append(part)
+        named.setdefault(part.name if part.name in (*COMMUNICATION, TIMED) else "compute", []).append(part)
     errors = {name: hypot(*(part.error for part in same)) for name, same in named.items()}
     bases: dict[str, Basis] = {name: max(same, key=lambda part: part.error).basis for name, same in named.items()}
     largest = sorted((name for name in errors if errors[name] >= NOTABLE_SHARE), key=lambda name: -errors[name])
@@ -161,6 +176,23 @@ def basis_rows(parts: Sequence[StepPart]) -> list[tuple[str, str]]:
     listed = ", ".join(f"{name} ±{percent(errors[name], 0)} ({BASES[bases[name]]})" for name in largest)
     remedy = REMEDIES.get((largest[0], bases[largest[0]]), "")
     return [("", f"rests on {listed}{'; ' * bool(remedy)}{remedy}")]
+
+
+def measuring_rows(measuring: Measuring | None) -> list[tuple[str, str]]:
+    """Labelled line: the regions that were timed to decide between plans, and what that did to the choice."""
+    if measuring is None:
+        return []
+    if not measuring.num_regions:
+        reason = "their errors cannot turn the choice" if measuring.has_rivals else "no other plan fits"
+        return [("measured", f"no operations: {reason}")]
+    took = f"{measuring.seconds:.0f} s of a {measuring.budget_seconds:g} s budget"
+    earlier, timed = measuring.num_earlier, measuring.num_timed
+    known = f", {'all' if earlier == timed else earlier} of them earlier" if earlier else ""
+    now = f"{',' * bool(earlier)} in {took}" if earlier < timed or not timed else ""
+    stayed = measuring.before == measuring.after
+    choice = f"stayed {measuring.after}" if stayed else f"changed from {measuring.before} to {measuring.after}"
+    counted = f"{timed} of {plural(measuring.num_regions, 'region')}{known}{now}"
+    return [("measured", f"{counted}; the choice {choice}")]
 
 
 def solver_rows(plan: PlanView) -> list[tuple[str, str]]:

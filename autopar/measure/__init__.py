@@ -8,7 +8,7 @@ Files in reading order:
     device.py     the settings under which a number holds
     workers.py    `run_workers`: processes that measure; their side is __main__.py
     machine/      `autopar profile`: measures a machine into a cost model
-    regions/      `--cost measured`: times the compiled regions of a plan's graphs
+    regions/      `--cost measured | auto`: times the compiled regions of a plan's graphs
 
     >>> case = next(case for case in cases("cpu", 2) if case.kind == "matmul")
     >>> case.name, kernel_runs(case, torch.device("cpu")).ops

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,12 @@ class WorkersExit:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Seconds without progress until a run is given up, and seconds that the others get once one rank has failed."""
+    """Seconds without progress until a run is given up, seconds that the others get once one rank has failed, and
+    seconds of the whole run."""
 
     seconds: float
     grace_seconds: float = 0.0
+    total_seconds: float = inf
 
 
 def run_workers(
@@ -107,7 +110,7 @@ def run_workers(
         on_line: called with each line that rank 0 prints.
         name: of the run; part of its temporary folder's name.
 
-    The time limit starts again whenever ``on_result`` or ``on_line`` returns True.
+    The time limit starts again whenever ``on_result`` or ``on_line`` returns True; that of the whole run does not.
     """
     with tempfile.TemporaryDirectory(prefix=f"autopar-{name}-") as text:
         folder = Path(text)
@@ -134,6 +137,7 @@ def watch(
     """Hand over results and lines until the workers have ended or are given up; whether the time limit passed."""
     emitted = [0] * len(processes)
     lines = new_lines(folder / "0.log")
+    last_moment = time.monotonic() + limits.total_seconds
     deadline = time.monotonic() + limits.seconds
     grace_deadline: float | None = None
     while True:
@@ -149,7 +153,7 @@ def watch(
             grace_deadline = now + limits.grace_seconds
         if grace_deadline is not None and now >= grace_deadline:
             return False
-        if grace_deadline is None and now > deadline:
+        if grace_deadline is None and now > min(deadline, last_moment):
             return True
         time.sleep(POLL_SECONDS)
 

@@ -8,5 +8,7 @@ In: a `PlanRequest` (model, example call, devices, options) and the machine's co
 ``hardware``: one cost model for all ranks, with the memory of the smallest.
 ``rank0``: under a launcher, rank 0 plans and the other ranks receive the plan.
 ``refine``: the sharding decided again with what replicas exchange, and a bound over all shardings.
-``measured``: ``cost="measured"``; configurations that look best are timed until the best one has been.
+``measured``: plans by measured times: ``cost="measured"`` times configurations that look best until the best one has
+been; ``cost="auto"`` times the regions on which the choice hangs, within a budget.
+``undecided``: the regions on which the choice hangs.
 """

@@ -14,7 +14,8 @@ from autopar.cost.groups.recompute_segments import segment_starts
 from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.groups.segment_memory import with_segments
 from autopar.cost.groups.weight_memory import Sharing
-from autopar.cost.ops.op_cost import NO_FACTORS, Factors, MeasuredRegions, Pricing, measured_factors
+from autopar.cost.ops.collective_cost import is_collective
+from autopar.cost.ops.op_cost import NO_FACTORS, Factor, Factors, MeasuredRegions, Pricing, measured_factors
 from autopar.cost.ops.op_stats import GraphStats, graph_stats
 from autopar.cost.strategies.describe import block_shardings, sharding_limits
 from autopar.cost.strategies.enumerate import strategy_graph
@@ -22,10 +23,11 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import TP, Layout
-from autopar.ir.plan_parts import BlockSharding, ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import BlockSharding, PriceSource, ReduceDtype, ZeroStage
 from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
+from autopar.solve.result.make_plan import Decision
 from autopar.solve.shardings.solve import Shardings, pareto, work_bound_seconds
 
 # Microbatches whose activations count when a sharding is chosen for its memory. The true number in flight differs per
@@ -51,6 +53,11 @@ class MeasuredConfig:
     tp: int
     size: int
     labels: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(decision: Decision) -> MeasuredConfig:
+        """Configuration of a decision."""
+        return MeasuredConfig(decision.problem.tp, decision.size, sorted_labels(decision.priced.strategies))
 
     def distance(self, other: MeasuredConfig) -> tuple[float, float]:
         """Distance between two measured configurations: lexicographic in log2(tp), then log2(samples)."""
@@ -183,9 +190,15 @@ class PlanCosts:
     # -- measurements --------------------------------------------------------------------------------------------
 
     def factors_near(self, config: MeasuredConfig) -> Factors:
-        """Ratios of measured to priced times, from this configuration or the nearest measured one."""
-        near = min(self.factors, key=lambda known: (known != config, *config.distance(known)), default=None)
-        return self.factors[near] if near is not None else NO_FACTORS
+        """Ratios of measured to priced times: of each operation from this configuration, or from the nearest one in
+        which it was measured."""
+        if not self.factors:
+            return NO_FACTORS
+        distances = {known: (known != config, *config.distance(known)) for known in self.factors}
+        factors: dict[str, Factor] = {}
+        for known in sorted(self.factors, key=distances.__getitem__, reverse=True):
+            factors |= self.factors[known]
+        return factors
 
     def timed(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The sharded model whose regions are timed; the unsharded model for one rank."""
@@ -193,16 +206,19 @@ class PlanCosts:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
         return self.shard(labels, tp)
 
+    def source(self, config: MeasuredConfig) -> PriceSource:
+        """Source of the prices of a configuration: "mixed" where some of its operations were not timed in it."""
+        if not self.factors:
+            return "analytic"
+        timed = self.factors.get(config, {})
+        ops = self.timed(dict(config.labels), config.tp).graph.ops
+        return "measured" if all(op.name in timed or is_collective(op) for op in ops) else "mixed"
+
     def use_measurements(self, config: MeasuredConfig, times: MeasuredRegions) -> None:
         """Scale prices to a measurement from now on."""
         tp, size = config.tp, config.size
         own = self.timed(dict(config.labels), tp)
         self.factors[config] = measured_factors(Pricing(own.graph, own.facts, self.hardware, size, tp), times)
-        self.cache = {key: value for key, value in self.cache.items() if key[0] == "sharded"}
-
-    def clear_measurements(self) -> None:
-        """Price by the cost model alone from now on."""
-        self.factors.clear()
         self.cache = {key: value for key, value in self.cache.items() if key[0] == "sharded"}
 
 

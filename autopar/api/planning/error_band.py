@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import hypot
 
-from autopar.api.planning.costs import PlanCosts, Sharded
+from autopar.api.planning.costs import MeasuredConfig, PlanCosts, Sharded
 from autopar.cost.groups.cost_graph import with_weight_sharing
 from autopar.cost.hardware.worse import OTHER_PARTS, is_measured, worse
-from autopar.cost.ops.op_cost import Pricing, compute_dtype, op_costs, op_kind
+from autopar.cost.ops.op_cost import UNMEASURED, Factors, Pricing, compute_dtype, op_costs, op_kind
 from autopar.cost.ops.overlap import with_exposed_collectives
 from autopar.ir.hardware import Hardware, StepCalibration
-from autopar.ir.plan_parts import COMMUNICATION, Basis, PriceSource, StepPart
+from autopar.ir.plan_parts import COMMUNICATION, TIMED, Basis, PriceSource, StepPart
 from autopar.solve.result.make_plan import Decision, Setting, step_time
 
 # Error of compute whose operations were timed, where the machine's file has no measured steps: of 22 plans in
@@ -26,8 +26,13 @@ def step_parts(setting: Setting, costs: PlanCosts, decision: Decision, source: P
     Source: the step is priced again with the numbers behind each part worse by their errors, so that what overlaps
         with something longer counts only as far as it is exposed then.
     """
-    errors = part_errors(setting, costs, decision)
-    return parts_of(errors, costs.hardware, costs.hardware.calibration.get(source), source)
+    if source != "mixed":
+        errors = part_errors(setting, costs, decision)
+        return parts_of(errors, costs.hardware, costs.hardware.calibration.get(source), source)
+    errors = part_errors(setting, costs, decision, costs.factors.get(MeasuredConfig.of(decision), {}))
+    timed_error = errors.pop(TIMED, 0.0)
+    parts = parts_of(errors, costs.hardware, costs.hardware.calibration.get("analytic"), "analytic")
+    return (*parts, StepPart(TIMED, timed_error, "measured")) if timed_error else parts
 
 
 def parts_of(
@@ -63,17 +68,38 @@ def total_error(parts: Iterable[StepPart]) -> float:
     return hypot(*(part.error for part in parts))
 
 
-def part_errors(setting: Setting, costs: PlanCosts, decision: Decision) -> dict[str, float]:
-    """Relative change of a plan's step if the numbers behind a part of it were worse by their errors, by part."""
+def timed_ops_error(hardware: Hardware) -> float:
+    """Relative error of compute whose operations were timed."""
+    calibration = hardware.calibration.get("measured")
+    return TIMED_OPS_ERROR if calibration is None else calibration.error
+
+
+def narrowing(setting: Setting, costs: PlanCosts, decision: Decision) -> Mapping[str, float]:
+    """Share of the error of each part that measured steps leave, for a decision by the cost model alone."""
+    errors = part_errors(setting, costs, decision)
+    parts = parts_of(errors, costs.hardware, costs.hardware.calibration.get("analytic"), "analytic")
+    return {part.name: part.error / errors[part.name] for part in parts}
+
+
+def part_errors(
+    setting: Setting, costs: PlanCosts, decision: Decision, timed: Collection[str] = ()
+) -> dict[str, float]:
+    """Relative change of a plan's step if the numbers behind a part of it were worse by their errors, by part.
+
+    Args:
+        timed: names of operations that were timed. They are a part of their own.
+    """
     problem = decision.problem
-    own = costs.timed(dict(decision.priced.strategies), problem.tp)
-    before = group_seconds(own, costs.hardware, decision)
+    config = MeasuredConfig.of(decision)
+    own, factors = costs.timed(dict(config.labels), config.tp), costs.factors_near(config)
+    before = op_seconds(own, costs.hardware, config, factors)
     step = step_time(setting, problem, decision.stage_of).seconds
     found: dict[str, float] = {}
-    for part in (*kinds_of_ops(own), *OTHER_PARTS):
-        hardware = worse(costs.hardware, part)
-        after = group_seconds(own, hardware, decision)
-        longer = [b / a if a else 1.0 for a, b in zip(before, after, strict=True)]
+    for part in (*kinds_of_ops(own), *OTHER_PARTS, *([TIMED] if timed else [])):
+        hardware = costs.hardware if part == TIMED else worse(costs.hardware, part)
+        ratio = 1 + timed_ops_error(hardware) if part == TIMED else 1.0
+        after = op_seconds(own, hardware, config, factors) | {name: ratio * before[name] for name in timed}
+        longer = [sum_ratio(group.ops, before, after) for group in problem.cost.groups]
         groups = tuple(
             replace(g, forward_seconds=g.forward_seconds * n, backward_seconds=g.backward_seconds * n)
             for g, n in zip(problem.cost.groups, longer, strict=True)
@@ -93,9 +119,15 @@ def kinds_of_ops(own: Sharded) -> list[str]:
     return sorted({f"{kind} {compute_dtype(op, own.graph)}" for kind, op in kinds if kind != "memory"})
 
 
-def group_seconds(own: Sharded, hardware: Hardware, decision: Decision) -> list[float]:
-    """Seconds of each group's operations for one microbatch, by the cost model alone."""
-    pricing = Pricing(own.graph, own.facts, hardware, decision.size, decision.problem.tp)
-    costs = with_exposed_collectives(pricing, op_costs(pricing))
-    seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
-    return [sum(seconds[name] for name in group.ops) for group in decision.problem.cost.groups]
+def op_seconds(own: Sharded, hardware: Hardware, config: MeasuredConfig, factors: Factors) -> dict[str, float]:
+    """Seconds of each operation for one microbatch, forward and backward."""
+    pricing = Pricing(own.graph, own.facts, hardware, config.size, config.tp)
+    scaled = {name: cost.scaled_by(factors.get(name, UNMEASURED)) for name, cost in op_costs(pricing).items()}
+    costs = with_exposed_collectives(pricing, scaled)
+    return {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
+
+
+def sum_ratio(ops: Iterable[str], before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Seconds of a group's operations after a change over those before; 1 where they take none."""
+    total = sum(before[name] for name in ops)
+    return sum(after[name] for name in ops) / total if total else 1.0

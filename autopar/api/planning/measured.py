@@ -1,32 +1,39 @@
-"""Plans by measured times: the most promising configurations are timed, until the best plan is among them."""
+"""Plans by measured times: of all promising configurations, or of the regions on which the choice hangs."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply_strategies, sorted_labels
+from autopar.api.planning.error_band import narrowing
+from autopar.api.planning.undecided import ConfigRegion, RegionPrices, rivals_of
 from autopar.cost.ops.op_cost import MeasuredRegions
-from autopar.errors import MeasuringWarning
+from autopar.errors import MeasuringWarning, TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Measuring
 from autopar.ir.units import plural
-from autopar.measure.regions.region_times import RegionTimer
-from autopar.solve.result.make_plan import Decision
-from autopar.solve.space.candidates import Candidate
+from autopar.measure.regions.cache import RegionTimes
+from autopar.measure.regions.region_times import RegionTimer, WantedRegion, have_same_ops
+from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
+from autopar.solve.result.alternatives import mesh_label
+from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.space.candidates import Candidate, point_of
 
 # Largest ratio of a predicted step to the best one's at which a configuration is timed too: of other meshes, and of the
 # same mesh with other microbatches. Factors borrowed from another configuration are seldom further off.
 CLOSE_MESH, CLOSE_SIZE = 1.1, 1.05
 MAX_ROUNDS = 30
+MAX_CHOICES = 4  # plans by `plan_where_undecided`, each of which may ask for other regions
 
 Retrace = Callable[[int], Graph]
 
 
-def plan_with_measurements(
-    costs: PlanCosts, search: Callable[..., Plan], timer: RegionTimer, retrace: Retrace
-) -> Plan | None:
+def plan_with_measurements(costs: PlanCosts, search: Callable[..., Plan], timer: RegionTimer, retrace: Retrace) -> Plan:
     """The best plan by measured times.
 
     A configuration that has not been measured is priced with the factors of the nearest measured one. Each round times
@@ -37,9 +44,6 @@ def plan_with_measurements(
         search: `autopar.solve.search.search` with all arguments but ``listen`` and ``slack``.
         retrace: returns the training graph for a microbatch size.
 
-    Returns:
-        None if a measurement is missing and may not be made.
-
     Raises:
         WorkerError: a measurement failed.
     """
@@ -49,10 +53,7 @@ def plan_with_measurements(
         missing = next((c for c in configs_to_measure(*explored.pop()) if c not in costs.factors), None)
         if missing is None:
             return plan
-        times = time_operations(costs, missing, timer, retrace)
-        if times is None:
-            return None
-        costs.use_measurements(missing, times)
+        costs.use_measurements(missing, time_operations(costs, missing, timer, retrace))
     warnings.warn(
         f"After {MAX_ROUNDS} measurements of {plan.model.name} the search still finds others to make: this plan is "
         "priced by those that were most like it.",
@@ -64,7 +65,7 @@ def plan_with_measurements(
 
 def configs_to_measure(candidates: Sequence[Candidate], decision: Decision) -> Iterator[MeasuredConfig]:
     """Configurations to time before a decision holds: its own, then those of candidates that may be faster."""
-    yield MeasuredConfig(decision.problem.tp, decision.size, sorted_labels(decision.priced.strategies))
+    yield MeasuredConfig.of(decision)
     fitting = sorted((c for c in candidates if c.step is not None), key=lambda c: c.seconds)
     meshes: set[Mesh] = set()
     for candidate in fitting:
@@ -75,20 +76,98 @@ def configs_to_measure(candidates: Sequence[Candidate], decision: Decision) -> I
         meshes.add(mesh)
 
 
-def time_operations(
-    costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer, retrace: Retrace
-) -> MeasuredRegions | None:
-    """Groups of operations that were timed together, with their seconds; None if they may not be timed."""
-    labels = dict(config.labels)
-    graph = costs.timed(labels, config.tp).graph
-
-    def at_size() -> Graph:
-        again = retrace(config.size)
-        return again if config.tp == 1 else apply_strategies(again, labels, config.tp, costs.hardware).graph
-
+def time_operations(costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer, retrace: Retrace) -> MeasuredRegions:
+    """Groups of operations that were timed together, with their seconds."""
+    graph = costs.timed(dict(config.labels), config.tp).graph
     sharded = f", split over {config.tp} ranks" if config.tp > 1 else ""
     what = f"{costs.graph.model} with {plural(config.size, 'sample')}{sharded}"
-    region_times = timer.times(graph, config.tp, config.size, at_size, what)
-    if region_times is None:
-        return None
+    region_times = timer.times(graph, config.tp, config.size, lambda: graph_at_size(costs, config, retrace), what)
     return [(ops, times.forward_seconds, times.backward_seconds) for ops, times in region_times]
+
+
+def graph_at_size(costs: PlanCosts, config: MeasuredConfig, retrace: Retrace) -> Graph:
+    """The graph of a configuration, traced with its samples."""
+    again = retrace(config.size)
+    labels = dict(config.labels)
+    return again if config.tp == 1 else apply_strategies(again, labels, config.tp, costs.hardware).graph
+
+
+def plan_where_undecided(
+    setting: Setting, costs: PlanCosts, search: Callable[..., Plan], timer: RegionTimer, retrace: Retrace
+) -> Plan:
+    """The best plan, by measured times of the regions whose errors could turn the choice, as far as the budget allows.
+
+    The first plan is by the cost model alone. Each further one uses the times of the regions that the one before hung
+    on, and all times of it and its rivals that earlier plans have left. An operation without times in a configuration
+    is priced with its factor in the nearest one in which it has times, and by the cost model if it has none at all.
+
+    Args:
+        setting, costs, search, retrace: as in `plan_with_measurements`.
+    """
+    explored: list[tuple[Sequence[Candidate], Decision]] = []
+
+    def plan_again() -> Plan:
+        return search(listen=lambda candidates, decision: explored.append((candidates, decision)), slack=CLOSE_MESH - 1)
+
+    plan = first = plan_again()
+    candidates, decision = explored[-1]
+    before = mesh_label(point_of(decision))
+    prices = RegionPrices(setting, costs, narrowing(setting, costs, decision))
+    at_size = regions_at_size(costs, prices, retrace)
+    configs: dict[MeasuredConfig, None] = {}
+    regions: set[str] = set()
+    times: dict[str, RegionTimes | None] = {}
+    num_earlier, has_rivals = 0, bool(rivals_of(decision, candidates))
+    for _ in range(MAX_CHOICES):
+        choice = prices.undecided(decision, candidates)
+        configs |= dict.fromkeys(choice.configs)
+        unknown = dict.fromkeys(key for config in choice.configs for key in prices.keys(config) if key not in times)
+        earlier = {key: known for key in unknown if (known := timer.cache.get(key)) is not None}
+        wanted = [at_size(region) for region in choice.regions if region.key in unknown.keys() - earlier.keys()]
+        made = {**earlier, **timer.time_in_order(wanted, costs.graph.model)}
+        regions |= earlier.keys() | {region.key for region in choice.regions}
+        if not any(made.values()):
+            break
+        num_earlier += len(earlier)
+        times |= made
+        for config in configs:
+            costs.use_measurements(config, prices.measured(config, times))
+        plan = plan_again()
+        candidates, decision = explored[-1]
+    if not times and not timer.budget_seconds:
+        return plan
+    after = mesh_label(point_of(decision))
+    if after == before and plan.decision != first.decision:
+        after += " with other cuts or shardings"
+    measuring = Measuring(
+        len(regions), sum(own is not None for own in times.values()), num_earlier,
+        timer.spent_seconds, timer.budget_seconds, before, after, has_rivals,
+    )  # fmt: skip
+    return replace(plan, solver=replace(plan.solver, measuring=measuring))
+
+
+def regions_at_size(costs: PlanCosts, prices: RegionPrices, retrace: Retrace) -> Callable[[ConfigRegion], WantedRegion]:
+    """A function that returns a region to be timed. A configuration's graph is traced with its samples once; a model
+    that cannot be traced with them, or has other operations then, is warned of."""
+
+    @cache
+    def traced(config: MeasuredConfig) -> Sequence[TimedRegion]:
+        known = prices.timed_regions(config)
+        if config.size == costs.graph.batch:
+            return known
+        problem = "has other operations than the traced model"
+        try:
+            found = tuple(timed_regions(graph_at_size(costs, config, retrace)))
+        except TraceError as error:
+            found, problem = (), f"cannot be traced ({error})"
+        if have_same_ops(known, found):
+            return found
+        what = f"{costs.graph.model} with {plural(config.size, 'sample')} {problem}"
+        warnings.warn(f"{what}: priced by the cost model.", MeasuringWarning, stacklevel=2)
+        return ()
+
+    def at_size(region: ConfigRegion) -> WantedRegion:
+        config, number = region.config, region.number
+        return WantedRegion(region.key, config.tp, config.size, lambda: next(iter(traced(config)[number:]), None))
+
+    return at_size

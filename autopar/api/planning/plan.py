@@ -16,9 +16,9 @@ from torch import nn
 from autopar.api.caller import caller_level
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
-from autopar.api.planning.costs import PlanCosts
+from autopar.api.planning.costs import MeasuredConfig, PlanCosts
 from autopar.api.planning.error_band import step_parts, total_error
-from autopar.api.planning.measured import plan_with_measurements
+from autopar.api.planning.measured import plan_where_undecided, plan_with_measurements
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
@@ -84,7 +84,9 @@ def plan(
 ) -> Plan:
     """The best plan for a model on a number of devices; needs no GPU, and no weights for a model by name.
 
-    Each process of a launcher that calls this plans by itself, without measured times; `parallelize` plans on rank 0.
+    Where the plan's device is at hand, operations are timed whose errors could turn the choice, and times are kept:
+    see ``cost`` and ``measure_seconds`` of `autopar.ir.plan_constraints.PlanConstraints`. Each process of a launcher
+    that calls this plans by itself, without measured times; `parallelize` plans on rank 0.
 
     Args:
         model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
@@ -125,13 +127,14 @@ def without_measured_times(options: Options, launch: Launched) -> Options:
     Raises:
         UsageError: measured times are requested, and all processes would measure.
     """
-    if options.cost == "measured":
+    asked = "cost='measured'" if options.cost == "measured" else f"measure_seconds={options.measure_seconds or 0:g}"
+    if options.cost == "measured" or options.measure_seconds:
         raise UsageError(
-            f"cost='measured' in autopar.plan: {launch.launcher}'s processes would each measure. Pass it to "
+            f"{asked} in autopar.plan: {launch.launcher}'s processes would each measure. Pass it to "
             "autopar.parallelize, which measures on rank 0 alone, or make the plan before: autopar plan … --cost "
             "measured -o plan.json, and pass plan='plan.json'."
         )
-    return replace(options, cost="analytic")
+    return replace(options, cost="analytic", measure_seconds=None)
 
 
 @dataclass(frozen=True)
@@ -211,15 +214,19 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
 
         return search(costs, graph, hardware, constraints, info, partial(refine, costs), heard, slack)
 
-    timer = region_timer_for(options.cost, hardware, request.devices, options.backend)
-    plan = None if timer is None else plan_with_measurements(costs, find_plan, timer, request.graph)
-    if plan is None:
-        costs.clear_measurements()
+    setting = Setting(graph, hardware, info, constraints, costs)
+    timer = region_timer_for(options.cost, options.measure_seconds, hardware, request.devices, options.backend)
+    if timer is None:
         plan = find_plan()
+    elif options.cost == "measured":
+        plan = plan_with_measurements(costs, find_plan, timer, request.graph)
     else:
-        timed = replace(plan.hardware, cost="measured")
-        plan = replace(plan, hardware=timed, solver=replace(plan.solver, other_meshes=None))
-    parts = step_parts(Setting(graph, hardware, info, constraints, costs), costs, decisions[-1], plan.hardware.cost)
+        plan = plan_where_undecided(setting, costs, find_plan, timer, request.graph)
+    source = "measured" if options.cost == "measured" else costs.source(MeasuredConfig.of(decisions[-1]))
+    if source != "analytic":
+        priced = replace(plan.hardware, cost=source)
+        plan = replace(plan, hardware=priced, solver=replace(plan.solver, other_meshes=None))
+    parts = step_parts(setting, costs, decisions[-1], source)
     plan = replace(plan, prediction=replace(plan.prediction, error=total_error(parts), parts=parts))
     warn_of_microbatches(plan, options)
     warn_of_ops_without_rule(plan, graph)

@@ -1,4 +1,4 @@
-"""`--cost measured`: times the compiled regions of the graphs that a rank would run, and keeps the times on disk.
+"""`--cost measured | auto`: times compiled regions of the graphs that a rank would run, and keeps the times on disk.
 
 Input: a graph of one rank. Output: names of operations with their `RegionTimes`.
 

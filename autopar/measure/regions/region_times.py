@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, nan
+from time import monotonic
 
 import torch
 
@@ -25,27 +29,51 @@ from autopar.runtime.launch.torch_settings import TorchSettings
 
 WORKER = "autopar.measure.regions.worker:run"
 LIMIT_SECONDS = 600.0  # for one region, compilation included
+MAX_FAILURES = 3  # processes that fail before no more are started for `time_in_order`
+BUDGET_VARIABLE = "AUTOPAR_MEASURE_SECONDS"
+BUDGET_SECONDS = 30.0  # of cost="auto"
 
 ProgressCallback = Callable[[int, int, str], None]  # (regions done, regions in all, description)
 MeasuredRegions = Sequence[tuple[tuple[str, ...], RegionTimes]]  # names of each region's operations, and its times
+SizedProgram = tuple[Program, int]  # a region traced with the samples that are timed, and its tensor-parallel ranks
+
+
+@dataclass(frozen=True)
+class WantedRegion:
+    """A region that may be timed.
+
+    Args:
+        key: `cache_key` of the region as it was traced.
+        ranks: of its tensor-parallel axis.
+        size: samples.
+        at_size: the region traced with so many samples; None if it cannot be.
+    """
+
+    key: str
+    ranks: int
+    size: int
+    at_size: Callable[[], TimedRegion | None]
 
 
 class RegionTimer:
     """Times of graphs in one setting.
 
     Args:
-        may_measure: whether regions that are not in the cache are measured.
+        budget_seconds: time that all calls of `time_in_order` may take together.
     """
 
     def __init__(
-        self, setting: RegionSetting, cache: TimesCache, may_measure: bool, progress: ProgressCallback
+        self, setting: RegionSetting, cache: TimesCache, progress: ProgressCallback, budget_seconds: float = inf
     ) -> None:
-        self.setting, self.cache = setting, cache
-        self.may_measure, self.progress = may_measure, progress
+        self.setting, self.cache, self.progress = setting, cache, progress
+        self.budget_seconds, self.spent_seconds = budget_seconds, 0.0
 
-    def times(
-        self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str
-    ) -> MeasuredRegions | None:
+    @property
+    def left_seconds(self) -> float:
+        """Time that is left of the budget."""
+        return max(0.0, self.budget_seconds - self.spent_seconds)
+
+    def times(self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str) -> MeasuredRegions:
         """Times of a graph's regions with ``size`` samples, except for regions that do not fit in memory.
 
         Args:
@@ -53,8 +81,6 @@ class RegionTimer:
             ranks: of its tensor-parallel axis.
             at_size: traces the graph with ``size`` samples.
             what: the graph in words, for the progress.
-        Returns:
-            None if a region is not in the cache and may not be measured.
         Raises:
             WorkerError: a worker process failed; regions measured before that are in the cache.
         """
@@ -62,63 +88,128 @@ class RegionTimer:
         keys = [cache_key(region, ranks, graph.batch, size) for region in regions]
         times_by_key = {key: self.cache.get(key) for key in dict.fromkeys(keys)}
         if not all(times_by_key.values()):
-            if not self.may_measure:
-                return None
             sized_regions = regions if graph.batch == size else tuple(timed_regions(at_size()))
-            same_ops = [r.ops for r in sized_regions] == [r.ops for r in regions]
-            assert same_ops, "the graph has other regions at another batch size"
-            measured = self.measure(sized_regions, ranks, size, what)
-            for key, region in zip(keys, sized_regions):
-                times = times_by_key[key] = measured.get(region.text)
-                if times is not None and times.spread <= MAX_STEADY_SPREAD and graph.batch != size:
-                    self.cache.put(key, times)
+            assert have_same_ops(regions, sized_regions), "the graph has other regions at another batch size"
+            sized_keys = [cache_key(region, ranks, size, size) for region in sized_regions]
+            programs = {key: (region.program, ranks) for key, region in zip(sized_keys, sized_regions)}
+            times = {key: found for key in programs if (found := self.cache.get(key)) is not None}
+            missing = {key: program for key, program in programs.items() if key not in times}
+            times |= self.measure(missing, what)
+            for key, sized_key in zip(keys, sized_keys):
+                times_by_key[key] = times.get(sized_key)
+                if key != sized_key:
+                    self.keep(key, times_by_key[key])
         return [(r.ops, times) for r, key in zip(regions, keys) if (times := times_by_key[key]) is not None]
 
-    def measure(self, regions: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, RegionTimes]:
-        """Times by the region's text, measured if the cache has none."""
-        keys = {region.text: cache_key(region, ranks, size, size) for region in regions}
-        times_by_text = {text: times for text, key in keys.items() if (times := self.cache.get(key)) is not None}
-        programs = {region.text: region.program for region in regions if region.text not in times_by_text}
-
-        def keep(text: str, times: RegionTimes | None) -> None:
-            if times is None:
-                return
-            times_by_text[text] = times
-            if times.spread <= MAX_STEADY_SPREAD:
-                self.cache.put(keys[text], times)
-
-        self.measure_programs(programs, ranks, keep, what)
-        unsteady = max((times_by_text[text].spread for text in programs.keys() & times_by_text.keys()), default=0.0)
-        if unsteady > MAX_STEADY_SPREAD:
-            warnings.warn(
-                f"Times of {what} lie up to {percent(unsteady, 0)} apart, so something else uses this device. They "
-                "count in this plan and are not kept.",
-                MeasuringWarning,
-                stacklevel=2,
-            )
-        if num_missing := len(programs.keys() - times_by_text.keys()):
-            warnings.warn(
-                f"{plural(num_missing, 'region')} of {what} need more memory than the device has free: priced by the "
-                "cost model.",
-                MeasuringWarning,
-                stacklevel=2,
-            )
-        return times_by_text
-
-    def measure_programs(
-        self, programs: Mapping[str, Program], ranks: int, keep: Callable[[str, RegionTimes | None], None], what: str
-    ) -> None:
-        """Time programs in as many simultaneous processes as the setting says, and call ``keep`` with each result.
+    def measure(self, programs: Mapping[str, SizedProgram], what: str) -> Mapping[str, RegionTimes]:
+        """Times by key of programs that the cache does not have; without those that do not fit in memory.
 
         Raises:
-            WorkerError: a process failed, or took too long.
+            WorkerError: as `times`.
+        """
+        measured: dict[str, RegionTimes | None] = {}
+        failure = self.measure_programs(programs, self.keeping(measured), what)
+        if failure:
+            raise WorkerError(
+                f"{failure} What was measured before is kept in {self.cache.folder}. Plan again, or with "
+                "cost='analytic' (--cost analytic)."
+            )
+        warn_of_times(measured, what)
+        return {key: times for key, times in measured.items() if times is not None}
+
+    def keeping(self, measured: dict[str, RegionTimes | None]) -> Callable[[str, RegionTimes | None], None]:
+        """A callback that puts times into a dict and into the cache."""
+
+        def keep(key: str, times: RegionTimes | None) -> None:
+            self.keep(key, times)
+            measured[key] = times
+
+        return keep
+
+    def keep(self, key: str, times: RegionTimes | None) -> None:
+        """Put times into the cache, unless something else used the device."""
+        if times is not None and not is_unsteady(times):
+            self.cache.put(key, times)
+
+    def time_in_order(self, wanted: Sequence[WantedRegion], what: str) -> Mapping[str, RegionTimes | None]:
+        """Times of the first regions, as many as the budget allows, by `WantedRegion.key`.
+
+        Regions have None that cannot be traced, do not fit in memory, fail, or have times that lie apart; a
+        `MeasuringWarning` counts the last three. All times that are returned are in the cache, for the next plan.
+        Tracing with other samples counts as measuring. So that it does not take all of the time, the regions that are
+        traced in the first half of what is left are timed before more are traced.
+        """
+        if not wanted:
+            return {}
+        start = monotonic()
+        deadline, waiting = start + self.left_seconds, list(wanted)
+        found: dict[str, RegionTimes | None] = {}
+        measured: dict[str, RegionTimes | None] = {}  # by the key of the region at its size
+        failures: list[str] = []
+        try:
+            while waiting and (now := monotonic()) < deadline:
+                sized_keys: dict[str, str] = {}
+                programs: dict[str, SizedProgram] = {}
+                while waiting and (not sized_keys or monotonic() < (now + deadline) / 2):
+                    region = waiting.pop(0)
+                    sized = region.at_size()
+                    if sized is None:
+                        found[region.key] = None
+                        continue
+                    key = sized_keys[region.key] = cache_key(sized, region.ranks, region.size, region.size)
+                    if key not in measured and (times := self.cache.get(key)) is not None:
+                        measured[key] = times
+                    elif key not in measured:
+                        programs[key] = sized.program, region.ranks
+                failures += self.measure_until(programs, measured, what, deadline)
+                for key, sized_key in sized_keys.items():
+                    if sized_key in measured:
+                        self.keep(key, measured[sized_key])
+                        found[key] = measured[sized_key]
+        except UsageError as error:  # the cache cannot be written to
+            warnings.warn(str(error), MeasuringWarning, stacklevel=2)
+        self.spent_seconds += monotonic() - start
+        warn_of_times(measured, what, failures, are_used=False)
+        return {key: None if is_unsteady(times) else times for key, times in found.items()}
+
+    def measure_until(
+        self, programs: Mapping[str, SizedProgram], measured: dict[str, RegionTimes | None], what: str, deadline: float
+    ) -> list[str]:
+        """Time programs in order until the deadline of the clock; returns a line for each that failed.
+
+        A process that fails takes no other region with it: the next process begins after the region that failed.
+        """
+        failures: list[str] = []
+        waiting = dict(programs)
+        while waiting and (left := deadline - monotonic()) > 0 and len(failures) < MAX_FAILURES:
+            failure = self.measure_programs(waiting, self.keeping(measured), what, left)
+            if failure:
+                failures.append(failure)
+                measured[next(key for key in waiting if key not in measured)] = None
+            waiting = {key: program for key, program in waiting.items() if key not in measured}
+        return failures
+
+    def measure_programs(
+        self,
+        programs: Mapping[str, SizedProgram],
+        keep: Callable[[str, RegionTimes | None], None],
+        what: str,
+        limit_seconds: float = inf,
+    ) -> str:
+        """Time programs in as many simultaneous processes as the setting says, and call ``keep`` with each result.
+
+        Args:
+            limit_seconds: time after which no more programs are timed.
+
+        Returns:
+            A sentence if a process failed, or took too long for one program; else an empty text.
         """
         if not programs:
-            return
-        setting, texts = self.setting, list(programs)
+            return ""
+        setting, keys = self.setting, list(programs)
         task = RegionTask(
-            tuple((programs[text], ranks) for text in texts), setting.device_type, setting.execution_mode,
-            setting.threads, TorchSettings.current(),
+            tuple(programs.values()), setting.device_type, setting.execution_mode, setting.threads,
+            TorchSettings.current(),
         )  # fmt: skip
         results: list[list[RegionTimes | None]] = [[] for _ in range(setting.processes)]
         done = 0
@@ -128,26 +219,67 @@ class RegionTimer:
             results[rank].append(times)
             if min(map(len, results)) == done:
                 return False
-            keep(texts[done], slowest([own[done] for own in results]))
+            keep(keys[done], slowest([own[done] for own in results]))
             done += 1
-            self.progress(done, len(texts), what)
+            self.progress(done, len(keys), shown)
             return True
 
-        self.progress(0, len(texts), what)
+        limits, end = WorkerLimits(LIMIT_SECONDS, total_seconds=limit_seconds), monotonic() + limit_seconds
+        shown = what if limit_seconds == inf else f"{what} for at most {limit_seconds:.0f} s"
+        self.progress(0, len(keys), shown)
         try:
             exit = run_workers(
-                WORKER, task, setting.processes, setting.threads or None, WorkerLimits(LIMIT_SECONDS), on_result,
-                name="measuring",
-            )  # fmt: skip
+                WORKER, task, setting.processes, setting.threads or None, limits, on_result, name="measuring"
+            )
         finally:
-            self.progress(len(texts), len(texts), what)  # also removes the bar after a failure or Ctrl-C
-        if done < len(texts):
+            self.progress(len(keys), len(keys), shown)  # also removes the bar after a failure or Ctrl-C
+        if done < len(keys) and not (exit.timed_out and monotonic() >= end):
             problem = f"had no result in {LIMIT_SECONDS:.0f} s" if exit.timed_out else "ended"
             last_line = exit.last_lines[exit.failed_rank or 0]
-            raise WorkerError(
-                f"The process that times {what} {problem}; it said last: {last_line}. What was measured before is kept "
-                f"in {self.cache.folder}. Plan again, or with cost='analytic' (--cost analytic)."
-            )
+            return f"The process that times {what} {problem}; it said last: {last_line.removesuffix('.')}."
+        return ""
+
+
+def have_same_ops(regions: Sequence[TimedRegion], others: Sequence[TimedRegion]) -> bool:
+    """Whether two sequences of regions are of the same operations."""
+    return [region.ops for region in regions] == [region.ops for region in others]
+
+
+def is_unsteady(times: RegionTimes | None) -> bool:
+    """Whether something else used the device while a region was timed."""
+    return times is not None and times.spread > MAX_STEADY_SPREAD
+
+
+def warn_of_times(
+    times: Mapping[str, RegionTimes | None], what: str, failures: Sequence[str] = (), are_used: bool = True
+) -> None:
+    """Warn of times that lie apart, and of regions that have none.
+
+    Args:
+        times: None for regions that do not fit in memory, or failed.
+        failures: a line for each region that failed.
+        are_used: whether times that lie apart count.
+    """
+    apart = [own.spread for own in times.values() if own is not None and is_unsteady(own)]
+    num_missing = list(times.values()).count(None) - len(failures)
+    said: list[str] = []
+    if apart:
+        effect = ". They count in this plan and are not kept." if are_used else ": priced by the cost model."
+        said.append(
+            f"Times of {plural(len(apart), 'region')} of {what} lie up to {percent(max(apart), 0)} apart, so something "
+            f"else uses this device{effect}"
+        )
+    if num_missing:
+        said.append(
+            f"{plural(num_missing, 'region')} of {what} need more memory than the device has free: priced by the cost "
+            "model."
+        )
+    if failures:
+        said.append(
+            f"{plural(len(failures), 'region')} of {what} cannot be timed: priced by the cost model. {failures[0]}"
+        )
+    for message in said:
+        warnings.warn(message, MeasuringWarning, stacklevel=3)
 
 
 def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
@@ -169,15 +301,17 @@ def slowest(process_times: Sequence[RegionTimes | None]) -> RegionTimes | None:
     return max(times, key=lambda t: t.forward_seconds + t.backward_seconds)
 
 
-def region_timer_for(cost: CostSource, hardware: Hardware, devices: int, backend: str | None) -> RegionTimer | None:
+def region_timer_for(
+    cost: CostSource, measure_seconds: float | None, hardware: Hardware, devices: int, backend: str | None
+) -> RegionTimer | None:
     """The timer that prices operations by measurements on this machine's device; None if the cost model prices them.
 
     Args:
-        cost: with "auto" nothing is measured, but earlier measurements are used.
+        cost, measure_seconds: as in `autopar.ir.plan_constraints.PlanConstraints`.
         devices: number of ranks that will train, on all nodes.
         hardware: the plan's machine, with the execution mode that is measured.
     Raises:
-        UsageError: "measured" is requested for another device than this machine's.
+        UsageError: "measured" is requested for another device than this machine's, or AUTOPAR_MEASURE_SECONDS is wrong.
     """
     if cost == "analytic":
         return None
@@ -188,11 +322,30 @@ def region_timer_for(cost: CostSource, hardware: Hardware, devices: int, backend
         return None
     setting = region_setting(hardware.device_type, hardware.execution_mode, devices)
     cache = TimesCache(cache_folder(), setting.text)
+    budget_seconds = inf if cost == "measured" else budget(measure_seconds)
     return (
         None
-        if cache.is_empty and cost == "auto"
-        else RegionTimer(setting, cache, cost == "measured", RegionProgressBar())
+        if cache.is_empty and not budget_seconds
+        else RegionTimer(setting, cache, RegionProgressBar(), budget_seconds)
     )
+
+
+def budget(measure_seconds: float | None) -> float:
+    """Seconds that "auto" may take: those given, or those in the environment, or the default.
+
+    Raises:
+        UsageError: the environment's are no number of at least 0.
+    """
+    if measure_seconds is not None:
+        return measure_seconds
+    given = os.environ.get(BUDGET_VARIABLE) or str(BUDGET_SECONDS)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = nan
+    if not 0 <= seconds < inf:
+        raise UsageError(f"{BUDGET_VARIABLE}={given} must be a number of seconds of at least 0.")
+    return seconds
 
 
 def device_mismatch(hardware: Hardware, backend: str | None) -> str:

@@ -153,6 +153,8 @@ def calibrate(
 ) -> Calibration:
     """Run the chosen plan and the best plan of every other mesh, each in its own processes.
 
+    Prices are the cost model's, or with ``cost="measured"`` measurements; never some of each.
+
     Args:
         progress: called with a line of text when a plan starts and ends.
         keep: called with the points so far after every plan.
@@ -163,8 +165,10 @@ def calibrate(
         UsageError: ``earlier`` is of another machine, or no plan ran; the message has the first plan's reason.
     """
     machine = machine_for(request)
+    cost = "measured" if request.constraints.get("cost") == "measured" else "analytic"
+    request = replace(request, only=("autopar",), constraints={**request.constraints, "cost": cost})
     with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
-        bench = Bench(replace(request, only=("autopar",)), machine, Path(folder), progress, lambda result: None)
+        bench = Bench(request, machine, Path(folder), progress, lambda result: None)
         empty = bench.result()
         memory = empty.memory if machine.device_type == "cuda" else "most bytes in tensors"
         priced = bench.plan.hardware

@@ -54,9 +54,18 @@ class PlanFlags:
     cost: Annotated[
         str | None,
         Option(
-            help="Source of operation times: measured (timed here, results are kept), analytic (the cost model), or "
-            "auto (default): earlier measurements if there are any, else the cost model.",
+            help="Source of operation times: analytic (the cost model), measured (all timed here), or auto (default): "
+            "the cost model, and where the device is at hand the operations timed whose errors could turn the choice. "
+            "Times are kept.",
             metavar="NAME",
+        ),
+    ] = None
+    measure_seconds: Annotated[
+        float | None,
+        Option(
+            help="Time that --cost auto may take to time operations; 0 for none, so that only times count that were "
+            "kept. By default $AUTOPAR_MEASURE_SECONDS, or 30.",
+            metavar="SECONDS",
         ),
     ] = None
     pp: Annotated[int | None, Option(help="Pipeline-parallel size: ranks of a pipeline.", metavar="N")] = None

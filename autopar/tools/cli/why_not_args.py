@@ -11,7 +11,8 @@ from autopar.errors import UsageError, suggest
 from autopar.tools.cli.flags import PlanFlags
 from autopar.tools.explain.why_not import Query
 
-NOT_ASKED = {"hardware", "pin"}  # hardware is the plan's; pins name stages of one mesh
+# Hardware is the plan's, pins name stages of one mesh, and no answer times operations.
+NOT_ASKED = {"hardware", "pin", "measure_seconds"}
 KINDS = {int: "a whole number", str: "a text"}
 
 

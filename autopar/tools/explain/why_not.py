@@ -102,15 +102,16 @@ def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, An
     Of the plan only its precision, its dtype of gradients between replicas, its kind of cost and its memory limit are
     kept; the question's constraints are added.
     """
-    # Only prices of one kind compare, and an answer measures nothing.
+    # Only prices of one kind compare.
     fixed: dict[str, Any] = {
-        "precision": plan.precision, "cost": "auto" if plan.hardware.cost == "measured" else "analytic"
+        "precision": plan.precision, "cost": "analytic" if plan.hardware.cost == "analytic" else "auto"
     }  # fmt: skip
     if plan.reduce_dtype != "float32":
         fixed["reduce_dtype"] = plan.reduce_dtype
     if plan.hardware.memory_bytes != hardware.memory_bytes:
         fixed["memory"] = plan.hardware.memory_bytes
-    return fixed | dict(question.constraints)
+    asked = fixed | dict(question.constraints)
+    return asked | ({"measure_seconds": 0} if asked["cost"] == "auto" else {})  # times that are there count
 
 
 def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> tuple[WhyNotResult, ...]:
@@ -149,7 +150,10 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
         return WhyNotResult(asked, str(error))
     breakdown, before = breakdown_of(found), breakdown_of(plan)
     seconds = breakdown.step_seconds
-    if found.hardware.cost != plan.hardware.cost:
+    if found.hardware.cost != "analytic" == plan.hardware.cost:
+        said = f"{text(seconds, TIME)} a step with operations timed, which does not compare with the file's prices."
+        return WhyNotResult(asked, said, found, breakdown)
+    if found.hardware.cost == "analytic" != plan.hardware.cost:
         return WhyNotResult(
             asked,
             f"{text(seconds, TIME)} a step by the cost model, which does not compare with the file's: there operations "

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.cli import invoke
 from support.effort import full
 from support.measured import plan
 
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import WorkerError
+from autopar.ir.plan import Plan
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import COLLECTIVES, FUSIONS, Case
 from autopar.measure.machine.measure import measure
@@ -36,6 +39,24 @@ def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.Monk
     again = plan(cost="auto", dp=2, microbatches=2)
     assert again.prediction == first.prediction
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == files
+
+
+def test_the_command_times_what_the_choice_hangs_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes; a second command takes the times from disk and makes an equal plan."""
+    monkeypatch.setattr(making, "MAX_STEADY_SPREAD", 99.0)  # while other tests use the processors
+    plans: list[Plan] = []
+    for number in range(2):
+        file = folder / f"{number}.json"
+        flags = ["--devices", "2", "--batch", "16", "--dp", "2", "--measure-seconds", "200", "--output", str(file)]
+        code, out, error = invoke("plan", "test_vit", *flags)
+        assert code == 0, error
+        plans.append(Plan.load(file))
+        said = plans[-1].solver.measuring
+        assert said is not None and said.num_timed == said.num_regions > 3
+        source = " in " if number == 0 else ", all of them earlier; "
+        assert f"measured {said.num_timed} of {said.num_timed} regions{source}" in " ".join(out.split())
+        assert ("regions of test_vit for at most " in error) is (number == 0)
+    assert plans[1] == replace(plans[0], solver=plans[1].solver)
 
 
 @pytest.mark.full

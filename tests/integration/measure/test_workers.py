@@ -89,3 +89,8 @@ def test_a_later_rank_that_fails_ends_an_earlier_one() -> None:
 def test_a_rank_that_makes_no_progress_is_ended() -> None:
     exit, results, _ = run(Task((60.0,), 1), WorkerLimits(0.5))
     assert (exit.codes, exit.timed_out, results) == ((None,), True, [])
+
+
+def test_a_run_ends_at_its_limit_whatever_its_progress() -> None:
+    exit, results, _ = run(Task((0.1,), 10_000), WorkerLimits(60.0, total_seconds=5.0))
+    assert (exit.codes, exit.timed_out) == ((None,), True) and len(results) < 10_000
