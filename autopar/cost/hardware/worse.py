@@ -20,7 +20,7 @@ from autopar.ir.network import Network, Port
 DOUBLED_GROUP_ERROR = 0.17
 # Error of memory kernels besides the errors of their numbers, since torch may fuse in another way than is priced: found
 # from steps that were predicted before they were measured (docs/benchmarks.md).
-FUSION_ERROR = 0.31
+FUSION_ERROR = 0.36
 
 
 def largest_error(hardware: Hardware, *paths: str) -> float:
