@@ -28,15 +28,26 @@ def with_network(folder: Path, name: str, base: str, network: str) -> Path:
         base: name of the shipped cost model.
         network: fields of ``[network]``, such as ``ports = 1, bandwidth = 12.5 GB/s, leaf.oversubscription = 8 1``.
     """
-    lines = []
+    text = re.sub(r"(?ms)^\[network\].*?(?=^\[|\Z)", "", (cost_model_dir() / f"{base}.toml").read_text())
+    file = folder / f"{name}.toml"
+    file.write_text(text.replace(f'"{base}"', f'"{name}"', 1) + network_table(network))
+    return file
+
+
+def network_table(network: str) -> str:
+    """Table ``[network]`` of a cost model; argument as in `with_network`."""
+    lines = ["", "[network]"]
     for field in network.split(", "):
         key, value = field.split(" = ")
         number, _, unit = value.partition(" ")
-        sourced = (
-            f'{{ value = {number}, unit = "{unit}", error = 0.3, date = 2026-11-26, source = "assumption: a test" }}'
-        )
-        lines.append(f"{key} = {sourced if unit else number}")
-    text = re.sub(r"(?ms)^\[network\].*?(?=^\[|\Z)", "", (cost_model_dir() / f"{base}.toml").read_text())
-    file = folder / f"{name}.toml"
-    file.write_text("\n".join([text.replace(f'"{base}"', f'"{name}"', 1), "[network]", *lines, ""]))
+        about = f'unit = "{unit}", error = 0.3, date = 2026-11-26, source = "assumption: an example"'
+        lines.append(f"{key} = {{ value = {number}, {about} }}" if unit else f"{key} = {number}")
+    return "\n".join([*lines, ""])
+
+
+def nodes_of_two(folder: Path) -> Path:
+    """File of a cost model of nodes of two devices under which the solver shards every operation that it can."""
+    file = slow_compute(folder)
+    text = re.sub(r"(?m)^devices_per_node = .*", "devices_per_node = 2", file.read_text())
+    file.write_text(text + network_table("ports = 1, bandwidth = 1000 PB/s, latency = 0 us"))
     return file
