@@ -154,12 +154,13 @@ def table(model: str) -> Iterator[str]:
 def draw_steps(model: str) -> None:
     """Step by activity, and what each GPU keeps of the rate that it has among 8."""
     figure = needed_figure()(figsize=(9.6, 3.8), layout="constrained")
+    used = [part for part in PARTS if any(row.parts[part] for row in saved_rows() if row.model == model)]
     for axes, scaling in zip(figure.subplots(1, 2), SCALING, strict=True):
         rows, base = rows_of(model, scaling), [0.0] * len(DEVICES)
-        for part, colour in PARTS.items():
+        for part in used:
             # Per image of a GPU, so that bars of equal efficiency are equally high.
             heights = [1e3 * row.parts[part] * row.devices / row.batch for row in rows]
-            axes.bar(range(len(rows)), heights, bottom=base, color=colour, label=part, width=0.7)
+            axes.bar(range(len(rows)), heights, bottom=base, color=PARTS[part], label=part, width=0.7)
             base = [low + height for low, height in zip(base, heights, strict=True)]
         for i, share in enumerate(efficiencies(rows)):
             axes.text(i, base[i], f"{100 * share:.0f} %", ha="center", va="bottom", fontsize=8)
