@@ -1,7 +1,8 @@
 """Plans for 8 to 1,024 H100s, and the tables and pictures of docs/scale.md that show them.
 
 ``PYTHONPATH=tests python -m support.scale plan vit_7b_patch16_dinov3`` plans a model again, minutes of CPU time each,
-and replaces its rows in docs/scale/plans.json. ``python -m support.scale draw`` prints tables and draws pictures.
+and replaces its rows in docs/scale/plans.json; plan files go to runs/scale. ``python -m support.scale draw`` prints
+tables and draws pictures.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopar.tools.explain.breakdown import breakdown_of
 from autopar.tools.report.figure import needed_figure, save_figure
 
 FOLDER = Path(__file__).parents[2] / "docs" / "scale"
+PLANS = Path("runs") / "scale"  # plan files, for `autopar simulate`
 HARDWARE = "h100-nvlink"
 DEVICES = (8, 64, 256, 1024)
 SCALING = ("weak", "strong")
@@ -28,7 +30,7 @@ SCALING = ("weak", "strong")
 
 @dataclass(frozen=True)
 class Study:
-    """A model's batches, and the meshes (pp, tp) that are compared: all others of 1,024 devices take hours to plan.
+    """A model's batches, and the meshes (pp, tp) that are compared: to search all of 1,024 devices takes minutes.
 
     Args:
         images: of a GPU under weak scaling.
@@ -95,7 +97,7 @@ def planned(name: str, scaling: str, devices: int) -> Row:
         compared[mesh] = plan.prediction.step_seconds
         plans.append((plan.prediction.step_seconds, mesh, plan))
     seconds, mesh, plan = min(plans, key=lambda found: found[0])
-    plan.save(FOLDER / "plans" / f"{name}-{scaling}-{devices}.json")
+    plan.save(PLANS / f"{name}-{scaling}-{devices}.json")
     words = [mesh, f"ZeRO-{plan.zero}" if plan.zero else "", f"v {plan.chunks}" if plan.chunks > 1 else ""]
     words += [f"m {plan.microbatches}" if plan.microbatches > 1 else ""]
     spent = {key.removesuffix("_seconds"): part for key, part in asdict(breakdown_of(plan).spent).items()}
@@ -115,7 +117,7 @@ def save_rows(rows: Sequence[Row]) -> None:
 
 
 def plan_again(name: str) -> None:
-    (FOLDER / "plans").mkdir(parents=True, exist_ok=True)
+    PLANS.mkdir(parents=True, exist_ok=True)
     for devices in DEVICES:
         for scaling in SCALING:
             row = planned(name, scaling, devices)
