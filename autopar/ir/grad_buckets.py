@@ -21,9 +21,10 @@ MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # size up to which a group grows in search
 # Flat buffers of a rank in which gradients travel between replicas while their buckets have no memory of their own: one
 # that a backward fills, and one that is being reduced. Buckets take turns.
 NUM_GRAD_SLOTS = 2
-# With a larger share, and more than `autopar.runtime.params.flat_buckets.MAX_FREE_PADDING_BYTES`, a bucket's segments
-# are reduced one by one instead of padded.
+# With a larger share and more bytes, a bucket's segments are not padded to one length.
 MAX_PADDING_SHARE = 1 / 8
+# Moving so much padding takes as long as starting one more collective: 25 µs over NVLink.
+MAX_FREE_PADDING_BYTES = 8 * 2**20
 
 
 def padded_numel(numel: int) -> int:
@@ -66,6 +67,19 @@ def owner_loads(numel: Mapping[str, int], owners: Mapping[str, int], num_owners:
 def padding_share(numel: Mapping[str, int], owners: Mapping[str, int], num_owners: int) -> float:
     """Padding that equal segments add to a bucket, as a share of its elements."""
     return num_owners * max(owner_loads(numel, owners, num_owners)) / sum(numel.values()) - 1
+
+
+def is_padded(loads: Sequence[int], element_bytes: int) -> bool:
+    """Whether a bucket's segments, with so many elements, are padded to one length."""
+    padding = len(loads) * max(loads) - sum(loads)
+    return padding <= MAX_PADDING_SHARE * sum(loads) or padding * element_bytes <= MAX_FREE_PADDING_BYTES
+
+
+def num_collectives(group: Sequence[Weight], num_owners: int) -> int:
+    """Collectives that move a bucket once, where a collective moves segments of one length: one, or one a segment."""
+    numel = {weight.name: padded_numel(weight.numel) for weight in group}
+    loads = owner_loads(numel, assign_owners(numel, num_owners, {}), num_owners)
+    return 1 if is_padded(loads, DTYPE_BYTES[group[0].stored_dtype]) else sum(load > 0 for load in loads)
 
 
 def group_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int = BUCKET_BYTES) -> list[list[Weight]]:

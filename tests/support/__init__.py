@@ -3,14 +3,15 @@
 - Models: `models` (small ones that pipeline splits get wrong), `cases` (with losses and batches), `mesh_models`
   (families of real models), `checkpoint_models`, `training` (digits and a trainer), `measured` (on the meta device).
 - Graphs and costs: `traced` (graphs as text), `graphs` (written by hand), `block_chains` and `cut_problems` (cost
-  graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication), `machine_points` (as a
-  machine would measure them), `schedules`.
-- Plans: `handmade` (cuts that a test gives, run in threads), `ragged` (parts of unequal size),
-  `random_plans`, `explained_plans`.
+  graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication, other networks),
+  `machine_points` (as a machine would measure them), `schedules`.
+- Plans: `handmade` (cuts that a test gives, run in threads), `ragged` (parts of unequal size), `random_plans`,
+  `explained_plans`.
 - Comparisons: `reference` (one device), `parity` (a parallel model with the reference), `rule_cases` and `rule_oracle`.
 - Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads as ranks);
   `mesh_worker`, `training_worker` and `random_parity` are scripts that ranks run.
 - The command line: `cli` (in this process), `train_cli` (in its own), `bench`.
+- Pages of docs: `measured_steps` (benchmarks), `scale` (tables and pictures).
 - Long runs: `soak` (a script that watches memory, files and threads).
 - The test run: `effort` (fast or full), `traces` (cache of traces), `layers` (imports of the package).
 """

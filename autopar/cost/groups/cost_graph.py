@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
-from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_bytes, weight_cost
+from autopar.cost.groups.weight_memory import UNSHARDED, Bucket, Sharing, gradient_buckets, weight_cost
 from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.ops.overlap import with_exposed_collectives
-from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor, TensorEdge
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 
@@ -79,11 +79,9 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
         graph: the graph that was priced, for the weights' shapes.
         sharing: the new numbers of replicas and shards.
     """
-    buckets = bucket_bytes([graph.weight[w.name] for w in cost.weights], sharing)
+    buckets = gradient_buckets([graph.weight[w.name] for w in cost.weights], sharing, hardware)
     weights = tuple(
-        weight_cost(
-            graph.weight[w.name], w.groups, sharing, hardware, w.has_fused_wgrad, buckets.get(w.name, BUCKET_BYTES)
-        )
+        weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.has_fused_wgrad, buckets.get(w.name, Bucket()))
         for w in cost.weights
     )
     return replace(cost, weights=weights)
@@ -160,9 +158,9 @@ def weight_costs(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing
     reading = reading_groups(pricing.graph, group_of, loss=-1)
     read_by = {w.name: tuple(sorted(reading[w.name] - {-1})) for w in pricing.graph.weights}
     weights = [weight for weight in pricing.graph.weights if read_by[weight.name]]
-    buckets = bucket_bytes(weights, sharing)
+    buckets = gradient_buckets(weights, sharing, pricing.hardware)
     for weight in weights:
-        fused, bucket = weight.name in pricing.fused_wgrad_weights, buckets.get(weight.name, BUCKET_BYTES)
+        fused, bucket = weight.name in pricing.fused_wgrad_weights, buckets.get(weight.name, Bucket())
         yield weight_cost(weight, read_by[weight.name], sharing, pricing.hardware, fused, bucket)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
-from autopar.ir.grad_buckets import group_weights
+from autopar.ir.grad_buckets import group_weights, num_collectives
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
@@ -43,15 +43,35 @@ def is_trained(weight: Weight) -> bool:
     return weight.kind == "parameter" and weight.requires_grad
 
 
-def bucket_bytes(weights: Sequence[Weight], sharing: Sharing) -> Mapping[str, int]:
-    """Bytes of the gradient bucket of each weight that replicas reduce, by the weight's name.
+@dataclass(frozen=True)
+class Bucket:
+    """A gradient bucket.
 
-    Error: buckets of all weights together; a stage's own begin and end elsewhere.
+    Args:
+        num_collectives: under ZeRO, that reduce it, and that gather its weights.
+    """
+
+    num_bytes: int = BUCKET_BYTES
+    num_collectives: int = 1
+
+
+def gradient_buckets(weights: Sequence[Weight], sharing: Sharing, hardware: Hardware) -> Mapping[str, Bucket]:
+    """The gradient bucket of each weight that replicas reduce, by the weight's name.
+
+    Error: buckets of all weights together; a stage's own begin and end elsewhere. GPUs of one node that may reach each
+        other's memory but are told not to (``transport="nccl"``) are priced as if they did.
     """
     if sharing.dp == 1:
         return {}
-    groups = group_weights([w for w in weights if is_trained(w)], sharing.dp if sharing.zero else 1)
-    return {w.name: size for group in groups for size in [sum(w.stored_bytes for w in group)] for w in group}
+    owners = sharing.dp if sharing.zero else 1
+    are_peers = hardware.peer_access and (sharing.dp - 1) * sharing.tp < hardware.devices_per_node
+    buckets: dict[str, Bucket] = {}
+    for group in group_weights([w for w in weights if is_trained(w)], owners):
+        # Kernels that write peers' memory move segments of different lengths together.
+        collectives = 1 if are_peers or owners == 1 else num_collectives(group, owners)
+        bucket = Bucket(sum(w.stored_bytes for w in group), collectives)
+        buckets |= {w.name: bucket for w in group}
+    return buckets
 
 
 def weight_cost(
@@ -60,7 +80,7 @@ def weight_cost(
     sharing: Sharing,
     hardware: Hardware,
     fused_wgrad: bool = False,
-    bucket: int = BUCKET_BYTES,
+    bucket: Bucket = Bucket(),
 ) -> ResidentTensor:
     """Cost of a weight on one rank: value, main gradient and optimizer state, and what a step spends on them.
 
@@ -71,7 +91,7 @@ def weight_cost(
         weight: this rank's shard of it.
         groups: numbers of the groups that read it.
         fused_wgrad: whether the wgrad GEMM accumulates into the main gradient, so that there is no temporary gradient.
-        bucket: size of the weight's gradient bucket, byte.
+        bucket: the weight's gradient bucket.
     """
     layout = sharing.storage.get(weight.name, REPLICATED)
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
@@ -165,20 +185,22 @@ class ReplicaExchange:
     contention_seconds: float = 0.0
 
 
-def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucket: int) -> ReplicaExchange:
+def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucket: Bucket) -> ReplicaExchange:
     """An all-reduce of the gradient; under ZeRO a reduce-scatter of the gradient, and an all-gather of the updated
     weight (of its compute copy, if there is one) during the next forward.
 
     Args:
-        bucket: size of the gradient bucket, byte; each collective moves a whole bucket.
+        bucket: moves as a whole, or in several collectives one after another.
     """
-    ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket
-    reduced = bucket * reduce_bytes(weight, sharing) / weight.stored_bytes
+    ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket.num_bytes
+    reduced = bucket.num_bytes * reduce_bytes(weight, sharing) / weight.stored_bytes
     if sharing.zero:
-        gathered = bucket * weight.num_bytes / weight.stored_bytes
-        moved, collectives = reduced + gathered, 2
+        gathered = bucket.num_bytes * weight.num_bytes / weight.stored_bytes
+        moved, collectives, further = reduced + gathered, 2, bucket.num_collectives - 1
         reduce = hardware.collective_seconds("reduce-scatter", reduced, ranks, stride)
+        reduce += further * hardware.group_link("reduce-scatter", ranks, stride).latency_seconds
         gather = hardware.collective_seconds("all-gather", gathered, ranks, stride)
+        gather += further * hardware.group_link("all-gather", ranks, stride).latency_seconds
     else:
         moved, collectives, gather = 2 * reduced, 1, 0.0
         reduce = hardware.collective_seconds("all-reduce", reduced, ranks, stride)

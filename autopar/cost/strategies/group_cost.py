@@ -226,7 +226,8 @@ class GroupCosting:
             )
             for root, name in saved_by(op, self.group.pricing):
                 if self.group.owners.saved[root] == self.group.number:
-                    parts[root, bool(layouts[name].splits)] = self.local_bytes(root, layouts[name])
+                    whole_bytes, divisor = self.group.pricing.num_bytes(root), self.divisor(name, layouts[name])
+                    parts[root, bool(layouts[name].splits)] = whole_bytes / divisor
         return round(own + sum(parts.values()))
 
     def pays_for(self, name: str) -> bool:

@@ -8,11 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from autopar.ir.grad_buckets import MAX_PADDING_SHARE, assign_owners, group_weights, owner_loads, padded_numel
+from autopar.ir.grad_buckets import assign_owners, group_weights, is_padded, owner_loads, padded_numel
 from autopar.ir.graph import DTYPE_BYTES, Weight
-
-# Moving so much padding takes as long as starting one more collective: 25 µs over NVLink.
-MAX_FREE_PADDING_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,7 @@ def make_bucket(group: Sequence[Weight], owners: Mapping[str, int], num_owners: 
     numel = {weight.name: padded_numel(weight.numel) for weight in group}
     owner = {name: owners.get(name, 0) for name in numel}
     sizes = owner_loads(numel, owner, num_owners)
-    element = DTYPE_BYTES[group[0].stored_dtype]
-    padding = num_owners * max(sizes) - sum(sizes)
-    if padding <= MAX_PADDING_SHARE * sum(sizes) or padding * element <= MAX_FREE_PADDING_BYTES:
+    if is_padded(sizes, DTYPE_BYTES[group[0].stored_dtype]):
         sizes = [max(sizes)] * num_owners
     bounds = [0, *accumulate(sizes)]
     names = sorted(numel, key=owner.__getitem__)  # stable: within a segment the order of a backward

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from support.cases import CASES, DTYPES
 from support.effort import only
-from support.hardware import slow_compute
+from support.hardware import nodes_of_two, slow_compute
 from support.models import ManyOutputs, TwoInputs, tiny_vit
+from support.parity import images
 from torch import nn
 
+import autopar
 from autopar.errors import UnknownOpWarning, UsageError
 from autopar.ir.plan import Precision
 from autopar.ir.plan_parts import ZeroStage
@@ -222,3 +224,14 @@ def test_an_operation_without_a_rule_is_replicated_with_one_warning(tmp_path: Pa
     unknown = [str(w.message) for w in caught if w.category is UnknownOpWarning]
     assert len(unknown) == 1 and "no sharding rule for: aten.topk.default. Each of the 2 ranks" in unknown[0]
     assert parity.ok and parity.plan.strategies
+
+
+def test_a_tensor_parallel_group_crosses_nodes_where_asked(tmp_path: Path) -> None:
+    """Four processes that the cost model takes for two nodes; by itself a plan keeps such groups inside a node."""
+    hardware, x = str(nodes_of_two(tmp_path)), images(8)
+    torch.manual_seed(0)
+    model = tiny_vit()
+    assert autopar.plan(model, 4, x, hardware=hardware).mesh.tp <= 2
+    parity = compare(model, x, devices=4, steps=2, tp=4, hardware=hardware)
+    assert parity.ok and str(parity.plan.mesh) == "pp 1 × tp 4 × dp 1"
+    assert any(layout.startswith("tp:") for layout in parity.plan.shardings.values())

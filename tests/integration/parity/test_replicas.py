@@ -69,8 +69,7 @@ def counted(pm: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, torc
 @pytest.fixture
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket is padded: segments of unequal length (or of equal ones), summed and handed on one by one."""
-    monkeypatch.setattr(buckets, "MAX_FREE_PADDING_BYTES", 0)
-    monkeypatch.setattr(buckets, "MAX_PADDING_SHARE", -1.0)
+    monkeypatch.setattr(buckets, "is_padded", lambda loads, element_bytes: False)
     monkeypatch.setattr(buckets.FlatBucket, "even", False)
 
 

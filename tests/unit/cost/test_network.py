@@ -81,6 +81,19 @@ def test_links_inside_a_node_limit_a_ring_through_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ports", "gather_rate"),
+    [(8, 278e9), (4, 200e9), (1, 50e9)],  # of NVLink, which is slower than 8 ports; of the ports
+)
+def test_a_tensor_parallel_group_over_two_nodes(ports: int, gather_rate: float) -> None:
+    hardware, size = machine(Network(Port(35e-6, 50e9, 4e-6), ports), inside=278e9), 103e6
+    for kind in ("all-gather", "reduce-scatter"):
+        assert hardware.collective_seconds(kind, size, 16) == pytest.approx(35e-6 + 15 / 16 * size / gather_rate)
+    # Each of 8 ranks of a node sends 8 of its 15 parts of a 16th of a 16th of the tensor to the other node.
+    sent = 8 * 8 * size / 16 / 16
+    assert hardware.collective_seconds("all-to-all", size, 16) == pytest.approx(35e-6 + sent / (ports * 50e9))
+
+
+@pytest.mark.parametrize(
     ("kind", "nodes", "hops"),
     [("all-reduce", 2, 0), ("all-reduce", 5, 4), ("all-reduce", 8, 4), ("all-gather", 2, 0), ("all-gather", 8, 6),
      ("reduce-scatter", 3, 1), ("all-to-all", 8, 0)],

@@ -11,7 +11,7 @@ from support.effort import examples
 from support.graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
 
 from autopar.cost.groups.cost_graph import price, with_weight_sharing
-from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.groups.weight_memory import Sharing, gradient_buckets, weight_cost
 from autopar.cost.ops.op_cost import Pricing, op_costs
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import HardwareError
@@ -340,6 +340,24 @@ def test_weights_alone_depend_on_the_replicas(case: str):
     sharing = SHARES[case][0]
     before = price(MLP, graph_stats(MLP), MACHINE, 2, Sharing(sharing.tp))
     assert with_weight_sharing(before, MLP, sharing, MACHINE) == price(MLP, graph_stats(MLP), MACHINE, 2, sharing)
+
+
+def test_segments_that_do_not_move_together_start_one_after_another() -> None:
+    """A large parameter and a small one have an owner each; padding the small one's segment would take longer."""
+    large, small = parameter("large", 3000, 1024), parameter("small", 128)
+    remote, sharing = replace(MACHINE, peer_access=False), Sharing(dp=2, zero=1)
+    counts = {
+        (zero, machine.peer_access): gradient_buckets([large, small], replace(sharing, zero=zero), machine)["large"]
+        for zero in (0, 1)
+        for machine in (MACHINE, remote)
+    }
+    assert {key: bucket.num_collectives for key, bucket in counts.items()} == {
+        (0, True): 1, (0, False): 1, (1, True): 1, (1, False): 2,
+    }  # fmt: skip
+    once, twice = (weight_cost(large, (0,), sharing, remote, bucket=counts[1, peers]) for peers in (True, False))
+    share = 3000 * 1024 / (3000 * 1024 + 128)
+    assert twice.reduce_seconds - once.reduce_seconds == pytest.approx(1e-3 * share)
+    assert twice.gather_seconds - once.gather_seconds == pytest.approx(1e-3 * share)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -13,6 +13,7 @@ import timm
 import torch
 from support.graphs import MACHINE, graph, op, parameter, value
 from support.models import Tied, Updating, tiny_vit
+from timm.models.coat import CoaT
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
@@ -233,6 +234,15 @@ def test_products_with_weights_leave_samples_to_data_parallelism():
     assert names(three, "norm1.layer_norm") == ["replicated", "d1@1"]
     assert "k → tp:1@1" in names(three, "fc2.linear")
     assert "k → tp:0" not in names(three, "fc2.linear")
+
+
+def test_a_saved_view_is_split_by_its_own_layout():
+    """CoaT saves tokens, in ragged parts of whole rows, whose storage is an image."""
+    ones = (1, 1, 1, 1)
+    with torch.device("meta"):
+        model = CoaT(patch_size=4, embed_dims=(64, 64, 64, 64), serial_depths=ones, parallel_depth=0, mlp_ratios=ones)
+        traced = trace(model, (torch.empty(2, 3, 224, 224),), {}, mode="train", name="coat")
+    assert any("@14" in c.name for g in case_of(traced, 4, batch=2).choices.groups for c in g.strategies)
 
 
 def test_a_relative_position_table_is_split_by_heads():

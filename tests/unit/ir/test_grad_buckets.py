@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
-from autopar.ir.grad_buckets import MAX_PADDING_SHARE, PARAM_ALIGNMENT, group_weights, padded_numel, slot_bytes
+from autopar.ir.grad_buckets import (
+    MAX_PADDING_SHARE,
+    PARAM_ALIGNMENT,
+    group_weights,
+    num_collectives,
+    padded_numel,
+    slot_bytes,
+)
 from autopar.ir.graph import Weight
 from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, replica_owners, view_like
 
@@ -39,6 +46,9 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, shared: b
     owners = replica_owners([weights], {}, dp) if shared else {}
     buckets = flat_buckets(weights, owners, dp)
     assert sorted(name for b in buckets for name in b.names) == sorted(w.name for w in weights)
+    if shared:
+        moved = [1 if bucket.even else sum(low < high for low, high in pairwise(bucket.bounds)) for bucket in buckets]
+        assert moved == [num_collectives(group, dp) for group in group_weights(weights, dp)]
     groups = group_weights(weights, 1, limit)
     assert sorted(w.name for group in groups for w in group) == sorted(w.name for w in weights)
     for group in groups:
@@ -126,6 +136,7 @@ def test_a_bucket_that_would_be_mostly_padding_is_not_padded() -> None:
     few = [weight("small", (128,)), weight("large", (256,))]
     (padded,) = flat_buckets(few, {"small": 1, "large": 0}, 2)
     assert padded.bounds == (0, 256, 512) and padded.even and MAX_PADDING_SHARE < 128 / 384
+    assert (num_collectives(weights, 2), num_collectives(few, 2)) == (2, 1)
 
 
 def test_views_keep_memory_formats() -> None:

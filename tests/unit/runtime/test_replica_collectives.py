@@ -208,8 +208,7 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
     monkeypatch.setattr(buckets.group_weights, "__defaults__", (2**16,))
     monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
-    monkeypatch.setattr(buckets, "MAX_FREE_PADDING_BYTES", 0)
-    monkeypatch.setattr(buckets, "MAX_PADDING_SHARE", -1.0)
+    monkeypatch.setattr(buckets, "is_padded", lambda loads, element_bytes: False)
     monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 
 
