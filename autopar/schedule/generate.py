@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
-
-import numpy as np
+from itertools import groupby, pairwise, zip_longest
+from operator import ge
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.plan_parts import INTERLEAVED
@@ -192,19 +191,17 @@ def in_flight_profiles(
     row = _schedule_spec(name, pp, microbatches, chunks).actions(rank, pp, microbatches, chunks)
     kept, profiles = [0] * chunks, {(0,) * chunks}
     trained = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
-    for action in row:
+    for action, following in zip_longest(row, row[1:]):
         if (action.chunk, action.microbatch) in trained:
             kept[action.chunk // pp] += 1 if action.kind == "F" else -1
-            profiles.add(tuple(kept))
+            # Any other moment is dominated by the one before or after.
+            if action.kind == "F" and (following is None or following.kind == "B"):
+                profiles.add(tuple(kept))
+    dominant: list[tuple[int, ...]] = []
     # What dominates a profile has a larger sum, so it comes before.
-    ordered = np.array(sorted(profiles, key=lambda moment: (-sum(moment), moment)))
-    dominant = np.empty_like(ordered)
-    count = 0
-    for moment in ordered:
-        if not (dominant[:count] >= moment).all(axis=1).any():
-            dominant[count] = moment
-            count += 1
-    return tuple(map(tuple, dominant[:count].tolist()))
+    for _, moments in groupby(sorted(profiles, key=lambda moment: (-sum(moment), moment)), key=sum):
+        dominant += [moment for moment in moments if not any(all(map(ge, other, moment)) for other in dominant)]
+    return tuple(dominant)
 
 
 def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int) -> ScheduleSpec:

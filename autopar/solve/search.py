@@ -30,6 +30,7 @@ from autopar.solve.space.candidates import (
     LowerBounds,
     Pipeline,
     Point,
+    cut_and_evaluate,
     does_not_fit,
     enumerate_points,
     evaluate,
@@ -38,6 +39,7 @@ from autopar.solve.space.candidates import (
     make_cut_problem,
     points_with_other_schedules,
     shardings_at,
+    weights_fit,
 )
 from autopar.solve.space.constraints import Constraints
 from autopar.solve.space.meshes import Meshes, divisors, in_the_way, nearest, no_mesh, possible_meshes
@@ -118,7 +120,7 @@ def search(
     """
     setting = Setting(graph, hardware, model, constraints, costs)
     meshes = possible_meshes(constraints, hardware)
-    bounds = LowerBounds(setting, {}, slack)
+    bounds = LowerBounds(setting, slack)
     explored = explore(setting, bounds, meshes)
     chosen = fastest_pipeline(setting, bounds, explored)
     if chosen is None:
@@ -157,7 +159,8 @@ def rival(explored: SearchResult, chosen: Candidate) -> Candidate | None:
 def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
     """Every mesh that may hold the best step, and the next ones until there are enough to list.
 
-    Meshes come in the order of their bounds over all shardings; a bound is proven when it is the lowest.
+    Meshes come in the order of their expected steps, so that the first ones are near the best. Those whose bound over
+    all shardings is above the best step come last.
 
     Raises:
         UsageError: the tp that was asked for splits nothing of this model.
@@ -166,27 +169,34 @@ def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResu
     found: dict[Mesh, list[Candidate]] = {}
     refused = dict(meshes.refused)
     best = float("inf")
-    points = {mesh: list(enumerate_points(setting, mesh)) for mesh in meshes.allowed}
-    starts = {mesh: min(map(bounds.seconds, points[mesh])) for mesh in points}
-    while starts:
-        mesh = min(starts, key=starts.__getitem__)
-        if starts[mesh] >= bounds.limit(best) and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
-            break
-        bounds.tighten(min(points[mesh], key=bounds.seconds))
-        proven = min(map(bounds.seconds, points[mesh]))
-        if proven > starts[mesh]:
-            starts[mesh] = proven
+    points = {mesh: first_points(setting, mesh) for mesh in meshes.allowed}
+    waiting = [(False, 0.0, number, mesh) for number, mesh in enumerate(points)]
+    while waiting:
+        place = heappop(waiting)
+        *_, number, mesh = place
+        is_listed = len(found) > MAX_MESHES
+        ceiling = bounds.limit(best) if is_listed else FAR * best
+        lowest = bounds.lowest(points[mesh], ceiling)
+        if lowest >= ceiling:
             continue
-        del starts[mesh]
-        if problem := nothing_to_split(setting, bounds, mesh):
+        is_slower = lowest >= bounds.limit(best)
+        later = is_slower, bounds.least_expected(points[mesh]), number, mesh
+        if later > place:
+            heappush(waiting, later)
+        elif problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
-            continue
-        found[mesh] = explore_mesh(setting, bounds, mesh, best)
-        best = min([best, *(c.seconds for c in found[mesh])])
+        elif candidates := explore_mesh(setting, bounds, mesh, best, is_listed):
+            found[mesh] = candidates
+            best = min([best, *(c.seconds for c in candidates)])
     if not found:
         lifted = in_the_way(setting.constraints, setting.hardware, refused)
         raise no_mesh(setting.model.name, setting.constraints, refused, lifted)
     return SearchResult(found, refused)
+
+
+def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
+    """Points of a mesh without ZeRO-2, unless that is asked for: it is as fast as ZeRO-1, which needs more memory."""
+    return [p for p in enumerate_points(setting, mesh) if p.zero < 2 or setting.constraints.zero == 2]
 
 
 def fastest_pipeline(setting: Setting, bounds: LowerBounds, explored: SearchResult) -> Candidate | None:
@@ -202,51 +212,61 @@ def fastest_pipeline(setting: Setting, bounds: LowerBounds, explored: SearchResu
     return explored.best
 
 
-def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
+def explore_mesh(
+    setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seconds: float, better_only: bool
+) -> list[Candidate]:
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling.
 
-    Points come in the order of `LowerBounds.expected_seconds`, so that the first ones are near the best.
+    Points come in the order of `LowerBounds.expected_seconds`, so that the first ones are near the best. ZeRO-2 is
+    tried where ZeRO-1 does not fit, or only with recomputation.
+
+    Args:
+        better_only: leave out the first that fits too where it cannot be better than the ceiling.
     """
     found: list[Candidate] = []
     best = float("inf")
     too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
-    wants_zero2: set[Pipeline] = set()  # where ZeRO-1 does not fit, or only with recomputation
-    waiting = [(bounds.expected_seconds(p), number, p) for number, p in enumerate(enumerate_points(setting, mesh))]
+    waiting = [(bounds.expected_seconds(p), number, p) for number, p in enumerate(first_points(setting, mesh))]
     heapify(waiting)
     while waiting:
         expected, number, point = heappop(waiting)
-        limit = bounds.limit(min(best, ceiling_seconds)) if best < float("inf") else best
+        near = min(best, ceiling_seconds)
+        limit = bounds.limit(near) if best < float("inf") or better_only else float("inf")
         if bounds.seconds(point) >= limit or bounds.tighten(point) >= limit:
             continue
-        if bounds.expected_seconds(point) > expected:
-            heappush(waiting, (bounds.expected_seconds(point), number, point))
-            continue
-        if point.zero == 2 and setting.constraints.zero is None and point.pipeline not in wants_zero2:
-            continue  # as fast as ZeRO-1, which needs more memory
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
         # may: how many a rank holds depends on how they group.
-        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z >= point.zero))
-        if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
-            continue
-        candidate = evaluate(setting, bounds, point, limit, min(best, ceiling_seconds))
-        if candidate is None:
-            continue
-        found.append(candidate)
-        best = min(best, candidate.seconds)
-        if point.zero == 1 and (candidate.step is None or candidate.recomputes):
-            wants_zero2.add(point.pipeline)
-        if candidate.step is not None:
-            continue
-        kind = (point.pipeline, point.zero)
-        too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
-        if len(too_large) == 1 and not fits_at_all(setting, bounds, mesh):
-            break
+        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and z >= point.zero)
+        candidate = None
+        if point.pipeline.chunks > 1 or all(point.microbatches > m for m in limits):
+            if bounds.estimate(point) > expected:
+                heappush(waiting, (bounds.estimate(point), number, point))
+                continue
+            candidate = evaluate(setting, bounds, point, limit, near, 0.0 if better_only else best)
+            if candidate is None:
+                continue
+            found.append(candidate)
+            best = min(best, candidate.seconds)
+        if candidate is not None and candidate.step is None:
+            if not too_large and not fits_at_all(setting, mesh):
+                break
+            kind = (point.pipeline, point.zero)
+            too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
+        may_share_gradients = point.zero == 1 and point.microbatches == 1 and setting.constraints.zero is None
+        if may_share_gradients and (candidate is None or candidate.step is None or candidate.recomputes):
+            again = replace(point, zero=2)
+            heappush(waiting, (bounds.expected_seconds(again), number, again))
     return found
 
 
-def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
-    """Whether the mesh fits at a point that needs little memory."""
-    found = (evaluate(setting, bounds, point, float("inf"), 0.0) for point in least_memory_points(setting, mesh))
+def fits_at_all(setting: Setting, mesh: Mesh) -> bool:
+    """Whether the mesh fits at a point that needs little memory, under any sharding."""
+    found = (
+        cut_and_evaluate(setting, point, priced, near_seconds=0.0)
+        for point in least_memory_points(setting, mesh)
+        if weights_fit(setting, point)
+        for priced in shardings_at(setting, point)
+    )
     return any(candidate is not None and candidate.step is not None for candidate in found)
 
 

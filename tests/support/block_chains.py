@@ -145,7 +145,8 @@ class Splittable:
     Attributes:
         overhead: collectives and repeated work, as a share of a group's time; each memory level adds it once more.
         reduce: seconds of the reduction of all gradients over replicas.
-        levels: number of memory levels; each halves the bytes of weights, as each ZeRO stage does.
+        levels: number of memory levels; each halves the bytes of weights, as each ZeRO stage does, and ranks share them
+            evenly at the last one.
         able: tensor-parallel sizes that can be used.
     """
 
@@ -171,9 +172,9 @@ class Splittable:
                     backward_collective_seconds=extra * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
             for g in whole.groups
         )  # fmt: skip
-        share = tp * 2 ** (memory_level + zero)
+        share = tp * 2 ** (zero + (memory_level + 1 - self.levels if tp > 1 else 0))
         weights = tuple(
-            replace(w, num_bytes=w.num_bytes // share,
+            replace(w, num_bytes=int(w.num_bytes / share),
                     optimizer_seconds=w.optimizer_seconds / tp / (dp if zero else 1),
                     reduce_seconds=self.reduce / len(whole.weights) / tp * (dp > 1))
             for w in whole.weights

@@ -111,8 +111,14 @@ class PlanCosts:
 
     def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
         """Costs of the model with one device per stage and replica."""
-        sharing = self.sharing(1, dp, zero)
-        return Priced(with_weight_sharing(self.unsharded_costs(size), self.graph, sharing, self.hardware))
+        return Priced(self.with_sharing(self.unsharded_costs(size), self.graph, self.sharing(1, dp, zero)))
+
+    def with_sharing(self, cost: CostGraph, graph: Graph, sharing: Sharing) -> CostGraph:
+        """As `with_weight_sharing`, whose weights are made once for all sizes of a microbatch."""
+        used = tuple((w.groups, w.has_fused_wgrad) for w in cost.weights)
+        key = ("weights", id(graph), sharing.tp, sharing.dp, sharing.zero, used)  # graphs are cached, as shardings are
+        weights = self.memoized(key, lambda: with_weight_sharing(cost, graph, sharing, self.hardware).weights)
+        return replace(cost, weights=weights)
 
     def sharing(self, tp: int, dp: int, zero: ZeroStage) -> Sharing:
         """Sharing of replicated weights among the ranks of a stage."""
@@ -125,7 +131,7 @@ class PlanCosts:
         sharded = self.sharded(tp, size, strategy_index)
         sharing = replace(self.sharing(tp, dp, zero), storage=sharded.storage)
         return Priced(
-            cost=with_weight_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing, self.hardware),
+            cost=self.with_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing),
             strategies=sharded.strategies,
             storage=sharded.storage,
             strategy_index=strategy_index,

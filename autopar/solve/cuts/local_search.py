@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, pairwise, repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan_parts import Balance
@@ -72,46 +73,59 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     units = stages_of(cuts, len(problem.cost.groups))
     if any(units[group] != stage for group, stage in problem.pins.items()):
         return float("inf")
-    if any(floor * (1 - ROUNDING) >= ceiling for floor in floors_seconds(setting, problem, edges, units)):
+    if busy_seconds(setting, problem, units) * (1 - ROUNDING) >= ceiling:
         return float("inf")
+    pipeline = None
+    if is_contiguous(problem, units):  # else a rank's stages share weights, which sums over intervals count twice
+        intervals, at = intervals_of(problem), ends_and_begins(problem, units)
+        forward, backward = intervals.forward_seconds[at].tolist(), intervals.backward_seconds[at].tolist()
+        pipeline = pipeline_seconds(setting, problem, units, forward, backward)
+        if (pipeline + update_floor_seconds(problem, units)) * (1 - ROUNDING) >= ceiling:
+            return float("inf")
     costs = own_peak_costs(problem, units)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
-    return step_time_of(setting, problem, units, costs).seconds
+    again = problem.may_recompute and any(c.recomputed_below for c in costs)
+    return step_time_of(setting, problem, units, costs, None if again else pipeline).seconds
 
 
-def floors_seconds(
-    setting: Setting, problem: CutProblem, edges: tuple[int, ...], units: tuple[int, ...]
-) -> Iterator[float]:
-    """Lower bounds of the simulated step, each dearer than the one before: an even share of the update after the rank
-    that is busy longest, with the forwards before its first one and the backwards after its last one; then the
-    simulated pipeline and the longest update, without recomputation. Neither needs the stages' memory.
-
-    Args:
-        edges: first unit of each stage, and the loss.
-        units: stage of each unit.
-    """
-    costs, size = intervals_of(problem), len(problem.cost.groups)
-    at = np.array([*edges[1:-1], size]), np.array(edges[:-1])
-
-    def by_rank(amounts: Sums | Matrix) -> Vector:
-        return amounts[at].reshape(problem.chunks, problem.pp).sum(axis=0)
-
-    forward, backward = costs.forward_seconds[at], costs.backward_seconds[at]
+def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
+    """A lower bound of the simulated step of contiguous cuts: an even share of the update after the rank that is busy
+    longest, with the forwards before its first one and the backwards after its last one. Nothing is recomputed."""
+    intervals, at = intervals_of(problem), ends_and_begins(problem, stage_of)
+    forward, backward = intervals.forward_seconds[at], intervals.backward_seconds[at]
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     weights = problem.cost.weights
     update = problem.cost.remember("update", lambda: sum(w.optimizer_seconds + w.contention_seconds for w in weights))
-    busy = sum(sizes) * (by_rank(costs.forward_seconds) + by_rank(costs.backward_seconds))
+    busy = sum(sizes) * by_rank(problem, forward + backward)
     busy[1:] += (sizes[0] * forward + sizes[-1] * backward)[: problem.pp - 1].cumsum()
-    yield float(busy.max()) + update / problem.pp
-    if is_contiguous(problem, units):  # else a rank's stages share weights, which these sums count twice
-        buckets = np.maximum(1.0, by_rank(costs.num_buckets))
-        reduction, gather = by_rank(costs.reduce_seconds), by_rank(costs.gather_seconds)
-        hidden = np.inf if problem.may_recompute else by_rank(costs.backward_seconds)
-        exposed = np.maximum(reduction - hidden, reduction / buckets)
-        exposed += np.maximum(gather - by_rank(costs.forward_seconds), gather / buckets)
-        last = exposed + by_rank(costs.contention_seconds) + by_rank(costs.optimizer_seconds)
-        yield pipeline_seconds(setting, problem, units, forward.tolist(), backward.tolist()) + float(last.max())
+    return float(busy.max()) + update / problem.pp
+
+
+def update_floor_seconds(problem: CutProblem, stage_of: Sequence[int]) -> float:
+    """A lower bound of the longest update after the pipeline, whatever recomputation hides of it."""
+    intervals, at = intervals_of(problem), ends_and_begins(problem, stage_of)
+
+    def total(amounts: Sums | Matrix) -> Vector:
+        return by_rank(problem, amounts[at])
+
+    buckets = np.maximum(1.0, total(intervals.num_buckets))
+    reduction, gather = total(intervals.reduce_seconds), total(intervals.gather_seconds)
+    hidden = np.inf if problem.may_recompute else total(intervals.backward_seconds)
+    exposed = np.maximum(reduction - hidden, reduction / buckets)
+    exposed += np.maximum(gather - total(intervals.forward_seconds), gather / buckets)
+    return float((exposed + total(intervals.contention_seconds) + total(intervals.optimizer_seconds)).max())
+
+
+def ends_and_begins(problem: CutProblem, stage_of: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Index of the stages' intervals in matrices of them."""
+    cuts = np.searchsorted(stage_of, np.arange(problem.stages + 1))
+    return cuts[1:], cuts[:-1]
+
+
+def by_rank(problem: CutProblem, amounts: Vector) -> Vector:
+    """Sums of the stages' amounts at each position."""
+    return amounts.reshape(problem.chunks, problem.pp).sum(axis=0)
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:

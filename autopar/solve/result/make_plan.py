@@ -224,11 +224,20 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 
 
 def step_time_of(
-    setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
+    setting: Setting,
+    problem: CutProblem,
+    stage_of: Sequence[int],
+    costs: Sequence[StageCost],
+    seconds: float | None = None,
 ) -> StepTime:
-    """As `step_time`, from the stages' costs."""
+    """As `step_time`, from the stages' costs.
+
+    Args:
+        seconds: simulated time of the pipeline, if known.
+    """
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
-    seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
+    if seconds is None:
+        seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     busy = (sum(forward) + sum(backward)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)

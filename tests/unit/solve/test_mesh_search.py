@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from support.block_chains import GIB, MACHINE, blocks, listed, meshed, plan_for
+from support.block_chains import GIB, MACHINE, blocks, listed, meshed, plan_for, priced
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
+from autopar.ir.cost_graph import CostGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost
+from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.result.make_plan import Decision
 from autopar.solve.search import Refine, Refined
+from autopar.solve.space import candidates
+from autopar.solve.space.candidates import fastest_slowest_stage
 from autopar.solve.space.constraints import Constraints, boundary_links
 
 
@@ -25,7 +31,7 @@ def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() ->
     assert listed(plan) == [
         ("pp 4 × tp 1 × dp 1, m 32", 217, "bubble 11 %"),
         ("pp 2 × tp 2 × dp 1, m 32", 223, "bubble 4 %"),
-        ("pp 2 × tp 1 × dp 2, m 16", 230, "reduction 20.0 ms exposed, bubble 7 %"),
+        ("pp 2 × tp 1 × dp 2, m 16, ZeRO-1", 228, "reduction 20.0 ms exposed, bubble 7 %"),
         ("pp 1 × tp 2 × dp 2, m 1, ZeRO-1", 233, "reduction 20.0 ms exposed"),
         ("pp 1 × tp 1 × dp 4, m 1, ZeRO-1", 234, "reduction 40.0 ms exposed"),
         ("2 microbatches", 213, ""),
@@ -147,7 +153,7 @@ def test_zero2_leaves_room_for_larger_microbatches() -> None:
 
 def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
     asked = Constraints(devices=4, batch=32, tp=4, memory=10 * GIB)
-    plan = meshed(asked, memory={"weight": 8.0, "saved": 0.2}, levels=3)
+    plan = meshed(asked, memory={"weight": 2.0, "saved": 0.2}, levels=3)
     assert max(plan.prediction.peak_bytes) <= 10 * GIB
     assert "collectives 17 % of the step" in plan.bound_by
     with pytest.raises(InfeasibleError) as caught:
@@ -166,7 +172,7 @@ def test_a_tp_that_nothing_can_use_says_what_limits_it() -> None:
     assert str(caught.value) == (
         "tp=3: nothing in net can be split 3 ways: attention has 4 heads, 197 tokens. Use tp=2."
     )
-    refused = [row for row in listed(meshed(Constraints(devices=3, batch=8))) if row[1] is None]
+    refused = [row for row in listed(meshed(Constraints(devices=3, batch=8, microbatches=1))) if row[1] is None]
     assert refused == [
         ("pp 1 × tp 1 × dp 3", None, "3 replicas cannot share a batch of 8 evenly"),
         ("pp 1 × tp 3 × dp 1", None, "nothing can be split 3 ways"),
@@ -254,3 +260,29 @@ def test_the_network_carries_what_leaves_a_node() -> None:
     wide = boundary_links(replace(machine, devices_per_node=4), Mesh(4, 2))
     assert [round(link.latency_seconds, 6) for link in wide] == [1e-4, 1e-3, 1e-4]
     assert [link.latency_seconds for link in boundary_links(machine, Mesh(2, 2, 2))] == pytest.approx([1e-3])
+
+
+def test_few_points_of_many_meshes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each point that is cut costs a dynamic programme."""
+    network = Network(Port(1e-5, 1e11))
+    calls: list[CutProblem] = []
+
+    def counted(problem: CutProblem) -> tuple[int, ...] | None:
+        calls.append(problem)
+        return contiguous_cuts(problem)
+
+    monkeypatch.setattr(candidates, "contiguous_cuts", counted)
+    plan = meshed(Constraints(devices=16, batch=16), replace(MACHINE, network=network), depth=20)
+    assert str(plan.mesh) == "pp 1 × tp 1 × dp 16" and 0 < len(calls) <= 20
+
+
+@pytest.mark.parametrize("times", [[1.0] * 7, [5.0, 1.0, 1.0, 4.0, 2.0], [0.0, 3.0, 0.1, 0.2]])
+def test_the_fastest_slowest_stage_is_that_of_all_cuts(times: list[float]) -> None:
+    graph = blocks(1)
+    one = priced(graph, [[0], [1]], [1.0] * 2, 1).groups[0]
+    groups = tuple(replace(one, forward_seconds=t, backward_seconds=0.0) for t in times)
+    cost = CostGraph("net", 1, groups, ())
+    for stages in range(1, len(times) + 1):
+        cuts = combinations(range(1, len(times)), stages - 1)
+        slowest = (max(sum(times[i:j]) for i, j in pairwise((0, *inside, len(times)))) for inside in cuts)
+        assert fastest_slowest_stage(cost, stages) == pytest.approx(min(slowest), rel=1e-8)
