@@ -372,8 +372,8 @@ def fits(problem: CutProblem) -> bool:
 
 
 def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tuple[Decision, SolverInfo]:
-    """The candidate with its final cuts, and with the sharding of ``refine`` if its step is shorter; and what is proven
-    of them: of the cuts alone or, where tensors are sharded, of all shardings and cuts.
+    """The candidate with its final cuts, and with shardings of ``refine`` for its stages if the step is shorter; and
+    what is proven of them: of the cuts alone or, where tensors are sharded, of all shardings and cuts.
 
     Raises:
         UsageError, InfeasibleError: as `solve_cuts`.
@@ -389,8 +389,8 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
     refined = refine(decision)
     better = min(stage_sharded(setting, decision, refined), key=lambda own: own.seconds, default=None)
     if better is not None and better.seconds < cuts.seconds:
-        found = solve_cuts(setting, better.problem, better.stage_of)
-        decision, cuts = replace(better.decision, stage_of=found.stage_of), found
+        cuts = solve_cuts(setting, better.problem, better.stage_of)
+        decision = replace(better.decision, stage_of=cuts.stage_of)
     bound = min(cuts.bound_seconds, refined.bound_seconds)
     gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE
@@ -399,8 +399,7 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
 
 
 def stage_sharded(setting: Setting, decision: Decision, refined: Refined) -> Iterator[Candidate]:
-    """Cuts with a sharding for each stage that are best by the closed form, priced as they will run and moved by local
-    search; those that fit."""
+    """The best cuts with a sharding for each stage that fit, priced as they will run and moved by local search."""
     problem = decision.problem
     # A mesh with tensor parallelism is there to use it, however small the model.
     shardings = [own for own in refined.shardings if own.strategies or not decision.priced.strategies]

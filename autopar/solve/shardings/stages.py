@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import own_peak_costs, rank_bytes
+from autopar.solve.cuts.intervals import is_ascending
 from autopar.solve.cuts.local_search import MAX_TRIALS, cuts_of, neighbours, stages_of
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.result.make_plan import Setting, step_time_of
@@ -49,7 +50,9 @@ class StageSearch:
         Args:
             known: stage of every group.
         """
-        starts = [tuple(known), *filter(None, map(contiguous_cuts, self.problems))]
+        starts = [*filter(None, map(contiguous_cuts, self.problems)), *([tuple(known)] if is_ascending(known) else [])]
+        if not starts:
+            return []
         best = min({cuts_of(units): None for units in starts}, key=lambda cuts: self.at(cuts).seconds)
         improved = True
         while improved and len(self.tried) < MAX_TRIALS:
