@@ -20,6 +20,7 @@ from autopar.solve.cuts.evaluate import floor_seconds, fullest_bytes, objective_
 from autopar.solve.cuts.merge import Merged
 from autopar.solve.cuts.problem import CutProblem, objective_of
 from autopar.solve.cuts.program import (
+    CLOSE,
     Numbers,
     Quantity,
     Windows,
@@ -33,8 +34,6 @@ from autopar.solve.result.make_plan import Setting, step_time_of
 MAX_ROUNDS, MAX_TRIED = 60, 30
 # Rounds in which the bound of a relaxation has to rise by half of the gap.
 PATIENCE = 5
-# Relative excess from which a row counts as violated.
-CLOSE = 1e-6
 # Windows are narrowed again where that left no more than this share of them, of so many stages at most: two programs
 # per stage.
 SHRUNK, MAX_NARROWED = 0.7, 16
@@ -262,6 +261,8 @@ class Search:
                 gather = sum(amounts[s, Quantity.GATHER] for s in own) > 0
                 if (reduce or gather) and exceeds(weights := self.tail(position, reduce, gather), after + slack):
                     added |= self.add("tail", weights)
+        if problem.may_recompute:
+            added |= any([self.program.recompute(s) for s in stages])
         if problem.chunks > 1 and problem.capacity_bytes is not None:
             for position in range(problem.pp):
                 for held in problem.in_flight_profiles[position]:
