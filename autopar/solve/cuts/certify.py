@@ -131,9 +131,6 @@ class Search:
                 seconds = [1.0 + problem.stages * (s % problem.pp == position) for s in stages]
                 self.keep("pipeline", self.path(seconds, seconds, {}))
                 self.keep("tail", self.tail(position))
-        if problem.may_recompute and problem.chunks == 1:
-            for s in stages:
-                self.keep("memory", self.memory(s, (problem.in_flight[s],)))
 
     def start(self, windows: Windows) -> bool:
         """Make the program of some windows; whether there is one."""
@@ -262,7 +259,8 @@ class Search:
                 if (reduce or gather) and exceeds(weights := self.tail(position, reduce, gather), after + slack):
                     added |= self.add("tail", weights)
         if problem.may_recompute:
-            added |= any([self.program.recompute(s) for s in stages])
+            for s in stages:
+                added |= self.program.recompute(s)
         if problem.chunks > 1 and problem.capacity_bytes is not None:
             for position in range(problem.pp):
                 for held in problem.in_flight_profiles[position]:

@@ -21,7 +21,7 @@ Expr = pulp.LpAffineExpression
 
 # Relative excess from which a row counts as violated.
 CLOSE = 1e-6
-# Seconds below which no bound lies.
+# Seconds below which no bound lies: of what is no interval.
 LEAST = -1e9
 
 
@@ -83,8 +83,9 @@ def steepest(least: Matrix, ends: Vector, begins: Vector) -> Separable:
     starts += [end_of(np.where(known[j], -least[j], -LEAST)) for j in np.flatnonzero(ends > CLOSE)]
     for end in starts:
         begin = begin_of(end)
-        own = Separable(end_of(begin), begin)
-        if (value := ends @ own.end - begins @ own.begin) > most:
+        own = Separable(np.where(known.any(axis=1), end_of(begin), 0.0), np.where(known.any(axis=0), begin, 0.0))
+        value = ends @ own.end - begins @ own.begin
+        if value > most and max(np.abs(own.end).max(), np.abs(own.begin).max()) < -LEAST / 2:
             found, most = own, value
     return found
 
@@ -214,7 +215,7 @@ def cut_program(problem: CutProblem, unit: float, windows: Windows) -> CutProgra
     v[s, AGAIN] >= end − begin                  bounds of what every interval recomputes at least, as `steepest` finds
     X >= Σ weights · v                          paths of dependencies in the schedule
     E >= Σ weights · v                          what a rank does after the pipeline
-    Σ weights · v <= capacity                   memory of ranks with several stages, and of stages that recompute
+    Σ weights · v <= capacity                   memory of ranks with several stages
     minimise X + E + traffic                    traffic counts for other balances than time
     ==========================================  ==============================================================
 
