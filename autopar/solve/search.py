@@ -3,8 +3,8 @@ integer program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -14,17 +14,20 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, SolverInfo, ZeroStage
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SOLVER_TOLERANCE
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import peak_bytes
 from autopar.solve.cuts.infeasible import memory_message
+from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.cuts.solve import solve_cuts
 from autopar.solve.result.alternatives import MAX_MESHES, alternatives, other_meshes
 from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
 from autopar.solve.result.reasons import bound_by, seconds_without_limit
-from autopar.solve.shardings.solve import least_passes
+from autopar.solve.shardings.stages import StageSearch
+from autopar.solve.shardings.variables import agrees
 from autopar.solve.space.candidates import (
     Candidate,
     LowerBounds,
@@ -37,6 +40,7 @@ from autopar.solve.space.candidates import (
     even_share_bytes,
     fullest_rank_bytes,
     make_cut_problem,
+    point_of,
     points_with_other_schedules,
     shardings_at,
     weights_fit,
@@ -53,13 +57,20 @@ EQUAL = 1e-9
 # Largest ratio of a step before final cuts and shardings, which stages that share ranks do not get, to the one after.
 MAX_GAIN = 1.05
 
+# Cuts with a sharding for each stage that are priced as they will run.
+MAX_TRIED = 6
+
 
 @dataclass(frozen=True)
 class Refined:
-    """The best sharding for a decision's mesh and microbatches, with what replicas exchange, if it is another one; and
-    a bound of the step over all shardings and cuts."""
+    """Shardings for a decision's mesh and microbatches, and a bound of the step over all shardings and cuts.
 
-    priced: Priced | None
+    ``graph`` has the strategies that they are made of; ``priced`` prices any other choice of them, one for each group.
+    """
+
+    graph: StrategyGraph
+    shardings: tuple[Priced, ...]
+    priced: Callable[[tuple[int, ...]], Priced]
     bound_seconds: float
 
 
@@ -381,8 +392,8 @@ def fits(problem: CutProblem) -> bool:
 
 
 def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tuple[Decision, SolverInfo]:
-    """The candidate with its final cuts, and with the sharding of ``refine`` if its step is shorter; and what is proven
-    of them: of the cuts alone or, where tensors are sharded, of all shardings and cuts.
+    """The candidate with its final cuts, and with shardings of ``refine`` for its stages if the step is shorter; and
+    what is proven of them: of the cuts alone or, where tensors are sharded, of all shardings and cuts.
 
     Raises:
         UsageError, InfeasibleError: as `solve_cuts`.
@@ -393,33 +404,42 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
     if problem.tp == 1:
         return decision, cuts.solver
     method = "shardings then cuts" if problem.stages > 1 else "shardings"
-    refined = refine(decision) if refine is not None and problem.balance == "time" else Refined(None, 0.0)
-    # A mesh with tensor parallelism is there to use it, however small the model.
-    if refined.priced is not None and (refined.priced.strategies or not decision.priced.strategies):
-        cost = refined.priced.cost.recomputed if problem.recompute == "all" else refined.priced.cost
-        other = replace(problem, cost=cost)
-        with suppress(InfeasibleError):  # it may hold more than the decision
-            found = solve_cuts(setting, other)
-            if found.seconds < cuts.seconds:
-                decision, cuts = Decision(other, refined.priced, decision.zero, found.stage_of), found
-    if problem.balance != "time":
+    if problem.balance != "time" or refine is None:
         return decision, replace(cuts.solver, method=method)
-    bound = min(cuts.bound_seconds, max(refined.bound_seconds, any_sharding_seconds(bounds, decision)))
+    refined = refine(decision)
+    better = min(stage_sharded(setting, decision, refined), key=lambda own: own.seconds, default=None)
+    if better is not None and better.seconds < cuts.seconds:
+        cuts = solve_cuts(setting, better.problem, better.stage_of)
+        decision = replace(better.decision, stage_of=cuts.stage_of)
+    bound = min(cuts.bound_seconds, refined.bound_seconds)
     gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE
     status = cuts.solver.status if closed else f"{cuts.solver.status} for the cuts"
     return decision, replace(cuts.solver, gap=gap, status=status, method=method)
 
 
-def any_sharding_seconds(bounds: LowerBounds, decision: Decision) -> float:
-    """A step that no sharding over as many ranks undercuts: the fastest microbatch, and an even share of the optimizer
-    with every weight split over all ranks."""
+def stage_sharded(setting: Setting, decision: Decision, refined: Refined) -> Iterator[Candidate]:
+    """The best cuts with a sharding for each stage that fit, priced as they will run and moved by local search."""
     problem = decision.problem
-    work = bounds.proven_seconds.get((problem.tp, problem.cost.batch), 0.0)
-    microbatches = bounds.setting.constraints.batch / problem.dp / problem.cost.batch
-    split = {name for name, layout in decision.priced.storage.items() if layout.splits}
-    update = sum(w.optimizer_seconds / (1 if w.name in split else problem.tp) for w in problem.cost.weights)
-    return least_passes(microbatches, problem.pp, problem.chunks) * work + update / problem.pp
+    # A mesh with tensor parallelism is there to use it, however small the model.
+    shardings = [own for own in refined.shardings if own.strategies or not decision.priced.strategies]
+
+    def under(priced: Priced) -> CutProblem:
+        return replace(problem, cost=priced.cost.recomputed if problem.recompute == "all" else priced.cost)
+
+    merged = [merge(under(own)) for own in shardings]
+    found = StageSearch(setting, [own.problem for own in merged])
+    for column in found.best(merged[0].units(decision.stage_of), MAX_TRIED):
+        stage_of = merged[0].expand(column.stage_of)
+        index = tuple(shardings[column.sharding_of[s]].strategy_index[group] for group, s in enumerate(stage_of))
+        if agrees(refined.graph, index):
+            priced = refined.priced(index)
+            own = merge(under(priced))
+            starts = [own.units(stage_of), *filter(None, [contiguous_cuts(own.problem)])]
+            stage_of = own.expand(local_search(setting, own.problem, *starts))
+            if peak_bytes(under(priced), stage_of) <= (problem.capacity_bytes or math.inf):
+                step = step_time(setting, under(priced), stage_of)
+                yield Candidate(point_of(decision), under(priced), priced, stage_of, step)
 
 
 def check_memory(decision: Decision) -> None:

@@ -1,18 +1,20 @@
-"""The sharding decided again for the chosen mesh, with what replicas exchange."""
+"""Shardings for the chosen mesh, of which each stage may have its own, and a bound over all of them."""
 
 from __future__ import annotations
+
+from functools import partial
+from itertools import count
 
 from autopar.api.planning.costs import PlanCosts
 from autopar.cost.strategies.enumerate import with_replicas
 from autopar.solve.result.make_plan import Decision
 from autopar.solve.search import Refined
-from autopar.solve.shardings.solve import least_passes, lower_bound_seconds, solve_shardings
+from autopar.solve.shardings.solve import any_sharding_seconds, least_passes, solve_shardings
 
 
 def refine(costs: PlanCosts, decision: Decision) -> Refined:
-    """The best sharding for a decision's mesh and microbatches, if it is another one, and a bound of all.
-
-    The search prices shardings without the reduction of replicas' gradients.
+    """The shardings of a decision's mesh and microbatches for rising prices of memory, and the best one with what
+    replicas exchange, which the search prices shardings without; and a bound of the step over all shardings.
 
     Error: strategies are priced as in `autopar.cost.strategies.group_cost`; every pass of the pipeline counts as often
         as the slowest stage's.
@@ -21,11 +23,13 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined:
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
     sharing = costs.sharing(cuts.tp, cuts.dp, decision.zero)
-    graph = with_replicas(graph, costs.graph, sharing, costs.hardware)
     passes = least_passes(cuts.microbatches, cuts.pp, cuts.chunks)
-    found = solve_shardings(graph, round(cuts.pp * passes))
-    bound = lower_bound_seconds(found, cuts.pp, passes)
-    if found.strategy_index == decision.priced.strategy_index:
-        return Refined(None, bound)
-    of = found.strategy_index, cuts.tp, cuts.dp, decision.zero, decision.size
-    return Refined(costs.priced_strategies(*of), bound)
+    replicas = with_replicas(graph, costs.graph, sharing, costs.hardware)
+    found = solve_shardings(replicas, round(cuts.pp * passes))
+    hidden = with_replicas(graph, costs.graph, sharing, costs.hardware, exposed=False)
+    bound = passes * any_sharding_seconds(hidden, cuts.pp * passes)
+    priced = partial(costs.priced_strategies, tp=cuts.tp, dp=cuts.dp, zero=decision.zero, size=decision.size)
+    levels = (costs.sharding(cuts.tp, decision.size, cuts.microbatches, level) for level in count())
+    indices = [decision.priced.strategy_index, found.strategy_index]
+    indices += [own.strategy_index for own in iter(lambda: next(levels), None)]
+    return Refined(graph, tuple(map(priced, dict.fromkeys(indices))), priced, bound)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -113,9 +113,10 @@ def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout
         if block in rows or collectives_of.get(block):
             key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(collectives_of.get(block, ())))
             alike.setdefault(key, []).append(block)
+    merged = Counter(merge_names(names) for names in alike.values())
     return tuple(
-        BlockSharding(merge_names(names), len(names), dict(listed), sends)
-        for (_, listed, sends), names in alike.items()
+        BlockSharding(merge_names(names, listed=merged[merge_names(names)] > 1), len(names), dict(own), sends)
+        for (_, own, sends), names in alike.items()
     )
 
 
@@ -228,7 +229,16 @@ def name_outside_modules(block: str, op: Op, graph: Graph) -> str:
     return next(weights, op.name).removeprefix(f"{block}.")
 
 
-def merge_names(names: Sequence[str]) -> str:
-    """Several names as one pattern, with ``*`` where their numbers differ."""
+def merge_names(names: Sequence[str], listed: bool = False) -> str:
+    """Several names as one pattern, with ``*`` where their numbers differ, or these numbers, such as ``0…5,7``."""
     columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(words[0] if len(set(words)) == 1 else "*" for words in columns)
+    return ".".join(
+        words[0] if len(set(words)) == 1 else runs(sorted(set(map(int, words)))) if listed else "*" for words in columns
+    )
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers with ``…`` for those between the ends of a run."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
+    return ",".join(f"{low}…{high}" if low < high else str(low) for low, high in zip(starts, ends, strict=True))

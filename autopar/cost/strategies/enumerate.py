@@ -91,15 +91,18 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
     return StrategyGraph(tuple(strategies), value_bytes, resharding_costs(strategies, groups, owned, pricing, context))
 
 
-def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
+def with_replicas(
+    choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware, exposed: bool = True
+) -> StrategyGraph:
     """The strategy graph with the weights' costs for data-parallel replicas, as `price` counts them.
 
-    ``step_seconds`` then include the gradients' all-reduce, and ``weight_bytes`` follow the ZeRO stage.
+    ``step_seconds`` then include what replicas exchange, and ``weight_bytes`` follow the ZeRO stage.
 
     Args:
         choices: a strategy graph without replicas.
         graph: the unsharded graph.
         sharing: numbers of ranks; its ``storage`` is not read, since each strategy says how it stores weights.
+        exposed: whether the exchange takes time; if not, passes hide it.
     """
     if sharing.dp == 1:
         return choices
@@ -109,7 +112,7 @@ def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardwa
         stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in charged}
         here = replace(sharing, storage=stored)
         weight_costs = [sharded_weight_cost(graph.weight[name], (0,), here, hardware) for name in stored]
-        seconds = sum(h.optimizer_seconds + h.reduce_seconds + h.gather_seconds for h in weight_costs)
+        seconds = sum(h.optimizer_seconds + exposed * (h.reduce_seconds + h.gather_seconds) for h in weight_costs)
         return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in weight_costs))
 
     groups = []

@@ -20,6 +20,7 @@ from autopar.solve.cuts.evaluate import floor_seconds, fullest_bytes, objective_
 from autopar.solve.cuts.merge import Merged
 from autopar.solve.cuts.problem import CutProblem, objective_of
 from autopar.solve.cuts.program import (
+    CLOSE,
     Numbers,
     Quantity,
     Windows,
@@ -33,8 +34,6 @@ from autopar.solve.result.make_plan import Setting, step_time_of
 MAX_ROUNDS, MAX_TRIED = 60, 30
 # Rounds in which the bound of a relaxation has to rise by half of the gap.
 PATIENCE = 5
-# Relative excess from which a row counts as violated.
-CLOSE = 1e-6
 # Windows are narrowed again where that left no more than this share of them, of so many stages at most: two programs
 # per stage.
 SHRUNK, MAX_NARROWED = 0.7, 16
@@ -132,9 +131,6 @@ class Search:
                 seconds = [1.0 + problem.stages * (s % problem.pp == position) for s in stages]
                 self.keep("pipeline", self.path(seconds, seconds, {}))
                 self.keep("tail", self.tail(position))
-        if problem.may_recompute and problem.chunks == 1:
-            for s in stages:
-                self.keep("memory", self.memory(s, (problem.in_flight[s],)))
 
     def start(self, windows: Windows) -> bool:
         """Make the program of some windows; whether there is one."""
@@ -262,6 +258,9 @@ class Search:
                 gather = sum(amounts[s, Quantity.GATHER] for s in own) > 0
                 if (reduce or gather) and exceeds(weights := self.tail(position, reduce, gather), after + slack):
                     added |= self.add("tail", weights)
+        if problem.may_recompute:
+            for s in stages:
+                added |= self.program.recompute(s)
         if problem.chunks > 1 and problem.capacity_bytes is not None:
             for position in range(problem.pp):
                 for held in problem.in_flight_profiles[position]:

@@ -19,6 +19,11 @@ from autopar.solve.cuts.problem import CutProblem
 
 Expr = pulp.LpAffineExpression
 
+# Relative excess from which a row counts as violated.
+CLOSE = 1e-6
+# Seconds below which no bound lies: of what is no interval.
+LEAST = -1e9
+
 
 class Quantity(Enum):
     """A quantity of a stage that rows weigh. ``AGAIN`` is the forward that its backward runs again; ``SENT`` and
@@ -63,6 +68,28 @@ class Separable:
         return cls(matrix[:, 0], np.where(inside, matrix[:, :1] - matrix, -np.inf).max(axis=0))
 
 
+def steepest(least: Matrix, ends: Vector, begins: Vector) -> Separable:
+    """The bound end[j] − begin[i] of a matrix that is largest for a part of each end and of each begin, of those that
+    are exact from some begin or to some end on. Elements that are not finite are no intervals."""
+    found, most, known = Separable(np.zeros(len(ends)), np.zeros(len(begins))), 0.0, np.isfinite(least)
+
+    def begin_of(end: Vector) -> Vector:
+        return np.where(known, end[:, None] - np.where(known, least, 0.0), -np.inf).max(axis=0, initial=LEAST)
+
+    def end_of(begin: Vector) -> Vector:
+        return np.where(known, least + begin, np.inf).min(axis=1, initial=-LEAST)
+
+    starts = [np.where(known[:, i], least[:, i], LEAST) for i in np.flatnonzero(begins > CLOSE)]
+    starts += [end_of(np.where(known[j], -least[j], -LEAST)) for j in np.flatnonzero(ends > CLOSE)]
+    for end in starts:
+        begin = begin_of(end)
+        own = Separable(np.where(known.any(axis=1), end_of(begin), 0.0), np.where(known.any(axis=0), begin, 0.0))
+        value = ends @ own.end - begins @ own.begin
+        if value > most and max(np.abs(own.end).max(), np.abs(own.begin).max()) < -LEAST / 2:
+            found, most = own, value
+    return found
+
+
 @dataclass
 class CutProgram:
     """The program under construction. Seconds are counted in ``unit`` and bytes in the capacity, so that the solver
@@ -72,6 +99,7 @@ class CutProgram:
         begins: x[s, j], 1 where stage s begins at group j.
         first, last: groups at which each stage can begin, and the number of groups.
         bounds: of each quantity but `Quantity.AGAIN`.
+        again: for each stage the seconds that every interval recomputes at least.
         amounts: expressions of the quantities that rows weigh.
     """
 
@@ -80,6 +108,7 @@ class CutProgram:
     first: Sequence[int]
     last: Sequence[int]
     bounds: Mapping[tuple[int, Quantity], Separable]
+    again: Sequence[Matrix]
     lp: pulp.LpProblem = field(default_factory=lambda: pulp.LpProblem("cuts"))
     begins: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     amounts: dict[tuple[int, Quantity], Expr] = field(default_factory=dict)
@@ -123,6 +152,20 @@ class CutProgram:
                 self.lp.addConstraint(ends - begins - made == 0)
                 self.amounts[key] = Expr(made)
         return self.amounts[key]
+
+    def recompute(self, stage: int) -> bool:
+        """Add a lower bound of what a stage recomputes that the last solution violates; whether there is one."""
+        ends, begins = self.window(stage + 1), self.window(stage)
+        parts = [[value_of(self.begins[s, j]) for j in window] for s, window in ((stage + 1, ends), (stage, begins))]
+        found = steepest(self.again[stage][ends.start : ends.stop, begins.start : begins.stop], *map(np.array, parts))
+        least = float(parts[0] @ found.end - parts[1] @ found.begin)
+        if least <= value_of(self.amount(stage, Quantity.AGAIN)) * self.unit * (1 + CLOSE) + CLOSE * self.unit:
+            return False
+        bound = Expr()
+        for window, s, values in ((ends, stage + 1, found.end), (begins, stage, -found.begin)):
+            bound += Expr([(self.begins[s, j], float(v) / self.unit) for j, v in zip(window, values) if v])
+        self.lp.addConstraint(bound - self.amount(stage, Quantity.AGAIN) <= 0)
+        return True
 
     def weighted(self, weights: Numbers) -> Expr:
         """Σ weights · v."""
@@ -169,9 +212,10 @@ def cut_program(problem: CutProblem, unit: float, windows: Windows) -> CutProgra
     Σ_j j · (x[s + 1, j] − x[s, j]) >= 1        every stage has a group
     Σ_j j · x[s + 1, j] <= Σ_i end(i) · x[s, i] a stage that begins at i fits up to end(i) at most
     v[s, q] = end_q − begin_q                   `Separable` bounds of every quantity
+    v[s, AGAIN] >= end − begin                  bounds of what every interval recomputes at least, as `steepest` finds
     X >= Σ weights · v                          paths of dependencies in the schedule
     E >= Σ weights · v                          what a rank does after the pipeline
-    Σ weights · v <= capacity                   memory of ranks with several stages, and of stages that recompute
+    Σ weights · v <= capacity                   memory of ranks with several stages
     minimise X + E + traffic                    traffic counts for other balances than time
     ==========================================  ==============================================================
 
@@ -179,15 +223,28 @@ def cut_program(problem: CutProblem, unit: float, windows: Windows) -> CutProgra
         unit: seconds of about a step.
         windows: groups at which stages may begin.
     """
-    ways = [stage_intervals(way) for way in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
-    program = CutProgram(problem, unit, *windows, bounds_of(ways[0], windows))
+    ways, again = [stage_intervals(way) for way in recompute_ways(problem)], []
+    program = CutProgram(problem, unit, *windows, bounds_of(ways[0], windows), again)
     if problem.capacity_bytes is not None:
         for stage in range(problem.stages):
-            ends = longest(np.logical_or.reduce([fits_alone(way, stage, windows) for way in ways]))
+            fits = fits_alone(ways[0], stage, windows)
+            seconds = np.where(np.tri(len(fits), k=-1, dtype=bool), 0.0, np.inf)
+            for way in ways[1:]:
+                seconds[~fits] = np.maximum(seconds, way.costs.recompute_seconds.matrix)[~fits]
+                fits = fits | fits_alone(way, stage, windows, exact=way is ways[-1])
+            again.append(seconds)
+            ends = longest(fits)
             if max(ends[j] for j in program.window(stage)) < windows[0][stage + 1]:
                 return None
             program.lp.addConstraint(program.begin(stage + 1) - program.at(stage, ends) <= 0)
     return program
+
+
+def recompute_ways(problem: CutProblem) -> list[CutProblem]:
+    """The problem without recomputation and with ever more of it."""
+    if not problem.may_recompute:
+        return [problem]
+    return [problem, *map(problem.recomputing_below, problem.cost.segments[1:]), problem.recomputing]
 
 
 # First and last group at which each stage can begin, and the number of groups at the end of both.
@@ -209,8 +266,8 @@ def pinned_windows(problem: CutProblem) -> Windows | None:
     return None if any(low > high for low, high in zip(first, last)) else (first, last)
 
 
-def fits_alone(way: StageIntervals, stage: int, windows: Windows) -> NDArray[np.bool_]:
-    """Intervals that the rank could hold besides empty other stages.
+def fits_alone(way: StageIntervals, stage: int, windows: Windows, exact: bool = True) -> NDArray[np.bool_]:
+    """Intervals that the rank could hold besides empty other stages, and unless ``exact`` some more.
 
     Where messages have places that are as large on every rank as on the fullest, those over the interval's own cuts
     count for its neighbours too.
@@ -232,7 +289,7 @@ def fits_alone(way: StageIntervals, stage: int, windows: Windows) -> NDArray[np.
         need = need + problem.places * np.maximum(others - own, 0.0)
     pending = sum(w.wgrad_bytes + w.gradient_bytes + w.flattened_grad_bytes for w in problem.cost.weights)
     roomy, possible = (need + way.costs.working.floor + more <= capacity for more in (pending, 0))
-    if (roomy == possible).all():
+    if not exact or (roomy == possible).all():
         return possible
     return need + way.costs.working.matrix <= capacity
 
@@ -318,7 +375,7 @@ def freed_per_second(problem: CutProblem) -> float:
 
     def most() -> float:
         once, found = stage_intervals(problem).held_bytes, 0.0
-        for way in (*map(problem.recomputing_below, problem.cost.segments[1:]), problem.recomputing):
+        for way in recompute_ways(problem)[1:]:
             again = stage_intervals(way)
             freed, seconds = once - again.held_bytes, again.costs.recompute_seconds.matrix
             frees = np.tri(len(freed), k=-1, dtype=bool) & (freed > 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import pulp
 
 from autopar.ir.plan_parts import SolverInfo
 from autopar.ir.strategies import StrategyGraph
@@ -136,22 +138,18 @@ def work_bound_seconds(graph: StrategyGraph, effort: Effort | None = None) -> fl
     return _search(graph, ObjectiveWeights(float("inf")), effort or Effort(default_solver())).bound_seconds
 
 
-def lower_bound_seconds(shardings: Shardings, pp: int, passes: float) -> float:
-    """A step time that no pipeline of so many ranks beats, whatever its cuts and its shardings of the kinds.
+def any_sharding_seconds(graph: StrategyGraph, microbatches: float) -> float:
+    """A lower bound of compute and conversions of one microbatch and of a share of what is spent once a step, whatever
+    the strategies, of which groups of one kind need not share any.
 
-    Closest where the shardings were solved for pp · passes microbatches and without a price of memory; any others give
-    a valid bound too.
-
-    Args:
-        passes: the pipeline takes at least that many times the seconds of one microbatch on all stages; see
-            `least_passes`.
-    Source: let C be the seconds of all groups and conversions, D the step seconds, M = passes · pp. The pipeline takes
-        passes · C or more, and one stage spends D/pp or more once a step: together passes · (C + D/M) or more.
-        Shardings for n < M microbatches bound C + D/n by W and C by W', hence C + D/M by (n/M)·W + (1 − n/M)·W'; for
-        n >= M, by W.
+    A pipeline that takes at least ``passes`` seconds for each second of a microbatch, see `least_passes`, takes no less
+    than passes · `any_sharding_seconds` (pp · passes): one of its pp ranks spends an even share or more once a step.
     """
-    share = 0.0 if shardings.memory_price else min(1.0, shardings.microbatches / (pp * passes))
-    return passes * (share * shardings.objective_bound_seconds + (1 - share) * shardings.bound_seconds)
+    kinds = replace(graph, groups=tuple(replace(group, kind=kind) for kind, group in enumerate(graph.groups)))
+    program = sharding_program(kinds, ObjectiveWeights(microbatches))
+    for x in program.strategy_vars.x.values():
+        x.cat = pulp.LpContinuous
+    return run(program.lp, default_solver(), 0.0, 10.0).bound * program.seconds
 
 
 def least_passes(microbatches: float, pp: int, chunks: int) -> float:

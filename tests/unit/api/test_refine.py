@@ -30,7 +30,7 @@ from autopar.solve.cuts.problem import CutProblem, Priced
 from autopar.solve.result.make_plan import Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.cost import resharding_cost, value_edges
-from autopar.solve.shardings.solve import solve_shardings
+from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
 from autopar.solve.space.constraints import Constraints, boundary_links
 
 MACHINE = replace(load_hardware("h200-nvlink"), link=Link(1e-3, 1e3))
@@ -64,6 +64,9 @@ class ChoicePrices:
         return self.priced_strategies(
             solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero, size
         )
+
+    def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
+        return [*pareto(self.choice_graph, microbatches), None][memory_level]
 
     def bound_seconds(self, tp: int, size: int) -> float:
         return solve_shardings(self.choice_graph, 1).bound_seconds
@@ -110,15 +113,14 @@ def planned(choices: StrategyGraph, asked: Constraints) -> tuple[Plan, Graph]:
 
 
 def allowed(choices: StrategyGraph) -> Iterator[tuple[int, ...]]:
-    """Strategy indices, [groups], under which equal kinds and shared weights are sharded alike."""
+    """Strategy indices, [groups], under which shared weights are sharded alike; equal kinds may differ."""
     groups = choices.groups
     for picks in product(*(range(len(g.strategies)) for g in groups)):
         stored: dict[str, set[str]] = {}
         for g, k in zip(groups, picks):
             for weight, layout in zip(g.weights, g.strategies[k].weight_layouts):
                 stored.setdefault(weight, set()).add(str(layout))
-        alike = all(i == k for g, i in zip(groups, picks) for h, k in zip(groups, picks) if g.kind == h.kind)
-        if alike and all(len(layouts) == 1 for layouts in stored.values()):
+        if all(len(layouts) == 1 for layouts in stored.values()):
             yield picks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.generate import in_flight_profiles
 from autopar.solve.cuts.evaluate import assignment_costs, interval_costs, is_contiguous
 from autopar.solve.cuts.problem import Axis, CutProblem
+from autopar.solve.cuts.program import steepest
 
 MIB = 2**20
 
@@ -69,3 +71,15 @@ def test_intervals_cost_what_assignments_cost(case: tuple[CutProblem, tuple[int,
             value = getattr(expected, f.name)
             assert getattr(found, f.name) == pytest.approx(value, rel=1e-9, abs=1e-12), f.name
             assert type(getattr(found, f.name)) is type(value) or isinstance(value, int | float)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+@settings(max_examples=examples(100), deadline=None)
+def test_a_separable_bound_is_one_and_exact_where_it_is_wanted(ends: int, begins: int, data: st.DataObject) -> None:
+    numbers, first = st.integers(0, 5), data.draw(st.integers(0, 3))  # that end is behind the first begin
+    least = np.array([[data.draw(numbers) if j + first > i else np.inf for i in range(begins)] for j in range(ends)])
+    j, i = data.draw(st.integers(0, ends - 1)), data.draw(st.integers(0, begins - 1))
+    found = steepest(least, np.eye(ends)[j], np.eye(begins)[i])
+    assert (found.end[:, None] - found.begin <= least + 1e-6).all()
+    if np.isfinite(least[j, i]):
+        assert found.end[j] - found.begin[i] == pytest.approx(least[j, i], abs=1e-6)

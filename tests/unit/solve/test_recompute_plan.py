@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
@@ -28,9 +29,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import StageRecompute
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.cuts.local_search import cuts_of
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.cuts.solve import solve_cuts
+from autopar.solve.shardings.stages import StageSearch
 from autopar.solve.space.constraints import memory_for
 
 LINK = Link(1e-3, 1e3)
@@ -106,6 +109,61 @@ def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
     assert cuts.seconds == pytest.approx(expected, rel=2e-5, abs=1e-9)
     assert cuts.bound_seconds <= expected * (1 + 1e-5)
     assert max(c.memory_bytes for c in stage_costs(problem, cuts.stage_of)) <= (problem.capacity_bytes or 0)
+
+
+@given(open_problems(), st.data())
+@settings(max_examples=examples(60), deadline=None)
+def test_each_stage_has_the_fastest_sharding_and_level_that_fit(problem: CutProblem, data: st.DataObject) -> None:
+    problem = with_link(problem, LINK)
+    number = st.integers(0, 9)
+
+    def sharded() -> CutProblem:
+        groups = []
+        for g in problem.cost.groups:
+            seconds, saved = data.draw(number) * 1e-3, 5 * data.draw(number)
+            own = replace(
+                g, forward_seconds=seconds, backward_seconds=2 * seconds, saved_bytes=saved, transient_bytes=9
+            )
+            groups.append(replace(own, kept_bytes=min(saved, 5 * g.kept_bytes), segment_bytes=0))
+        return replace(problem, cost=replace(problem.cost, groups=tuple(groups), edges=edges))
+
+    edges = tuple(replace(edge, saved_by=()) for edge in problem.cost.edges)
+    problems = [merge(sharded()).problem for _ in range(2)]
+    found = StageSearch(setting_of(problem, LINK), problems)
+    segments = sorted({g.segment for g in problem.cost.groups if g.ops})
+    steps: dict[tuple[int, ...], float] = {}
+    for stage_of in contiguous(problems[0]):
+        if list(stage_of) != sorted(stage_of):
+            continue
+        fastest = []
+        for s in range(problem.stages):
+            costs = {}
+            for q, own in enumerate(problems):
+                for bound in (0, *(segment + 1 for segment in segments)):
+                    if memory(recomputing(own, bound), stage_of)[s] <= (problem.capacity_bytes or 0):
+                        group_seconds = mixed(own, stage_of, (bound,) * problem.stages).cost.groups
+                        costs[q, bound] = sum(g.seconds for g, at in zip(group_seconds, stage_of) if at == s)
+            least = min(costs.values(), default=None)
+            fastest.append([pick for pick, seconds in costs.items() if seconds == pytest.approx(least)])
+        best = found.at(cuts_of(stage_of))
+        allowed = [seconds_at_once(of_stages(problems, stage_of, picks), stage_of, LINK) for picks in product(*fastest)]
+        assert (best.seconds == float("inf")) == (not allowed)
+        assert not allowed or any(best.seconds == pytest.approx(seconds) for seconds in allowed)
+        steps[stage_of] = best.seconds
+    first, *_ = [*found.best(min(steps), 3), None] if steps else [None]
+    if first is not None:
+        assert first.seconds <= steps[min(steps)]
+        assert first.seconds >= min(steps.values()) * (1 - 1e-9)
+
+
+def of_stages(
+    problems: Sequence[CutProblem], stage_of: tuple[int, ...], picks: Sequence[tuple[int, int]]
+) -> CutProblem:
+    """The problem in which each stage has the sharding and the bound of recomputation that it was given."""
+    bounds = tuple(bound for _, bound in picks)
+    costs = [mixed(own, stage_of, bounds).cost.groups for own in problems]
+    groups = tuple(costs[picks[s][0]][g] for g, s in enumerate(stage_of))
+    return replace(problems[0], cost=replace(problems[0].cost, groups=groups))
 
 
 def test_without_a_limit_nothing_recomputes() -> None:
