@@ -282,11 +282,14 @@ def fits_at_all(setting: Setting, mesh: Mesh) -> bool:
 
 
 def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
-    """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches, or ZeRO-2."""
+    """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches or ZeRO."""
     points = list(enumerate_points(setting, mesh))
     fewest = min(p.pipeline.chunks for p in points)
     points = [p for p in points if p.pipeline.chunks == fewest]
-    best = [max(points, key=lambda p: (p.microbatches, p.zero)), max(points, key=lambda p: (p.zero, p.microbatches))]
+    # Slots of equal size for each owner may make ZeRO-2 larger than ZeRO-1 over many replicas.
+    stages = sorted({p.zero for p in points}, reverse=True)[:2]
+    best = [max(points, key=lambda p: (p.microbatches, p.zero))]
+    best += [max((p for p in points if p.zero == zero), key=lambda p: p.microbatches) for zero in stages]
     return list(dict.fromkeys(best))
 
 

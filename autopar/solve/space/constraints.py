@@ -28,7 +28,8 @@ class Constraints(PlanConstraints):
     pins name stages.
 
     Args:
-        least_samples: fewest samples of a microbatch where the search chooses the number of microbatches.
+        least_samples: fewest samples of a microbatch where the search chooses the number of microbatches, and of a
+            replica where it chooses the number of replicas.
         peer_memory: ranks may reach each other's memory.
 
     Raises:

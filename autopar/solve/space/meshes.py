@@ -66,6 +66,9 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"{mesh.dp} replicas cannot share a batch of {constraints.batch:,} evenly"
     if constraints.tp is None and mesh.devices > per_node and per_node % mesh.tp:
         return f"groups of {mesh.tp} ranks cross nodes of {plural(per_node, 'device')}"
+    if constraints.dp is None and mesh.dp > 1 and local < constraints.least_samples:
+        least = constraints.least_samples
+        return f"a replica has {plural(local, 'sample')}, of at least {least} for batch norm unless dp= asks"
     if constraints.microbatches is not None and constraints.microbatches > local:
         return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
     if constraints.zero and mesh.dp == 1:

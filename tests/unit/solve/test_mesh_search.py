@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from support.block_chains import GIB, MACHINE, blocks, listed, meshed, plan_for, priced
+from support.block_chains import GIB, MACHINE, blocks, listed, meshed, model_of, plan_for, priced
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph
@@ -19,11 +19,12 @@ from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Decision
-from autopar.solve.search import Refine, Refined
+from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.search import Refine, Refined, least_memory_points
 from autopar.solve.space import candidates
 from autopar.solve.space.candidates import fastest_slowest_stage
 from autopar.solve.space.constraints import Constraints, boundary_links
+from autopar.solve.space.meshes import why_not
 
 
 def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:
@@ -42,6 +43,24 @@ def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() ->
     assert plan.strategies == {"blocks.0.attn.linear": "n"} and plan.shardings == {"w_0a": "tp:0"}
     assert [b.rows for b in plan.blocks] == [{"attn": "rows / 4"}]
     assert (plan.solver.method, plan.solver.status, plan.solver.gap) == ("shardings", "optimal", 0.0)
+
+
+def test_a_mesh_is_given_up_only_after_both_zero_stages() -> None:
+    """Over many owners ZeRO-2 may need more than ZeRO-1: each of its slots is as large as the largest share."""
+    graph, no_costs = blocks(2), cast(Any, None)
+    setting = Setting(graph, MACHINE, model_of(graph), Constraints(devices=4, batch=4), no_costs)
+    assert [(p.microbatches, p.zero) for p in least_memory_points(setting, Mesh(1, 1, 4))] == [(1, 2), (1, 1)]
+
+
+def test_replicas_have_enough_samples_for_batch_norm_unless_asked() -> None:
+    asked = Constraints(devices=4, batch=16, least_samples=8)
+    assert (
+        why_not(Mesh(1, 1, 4), asked, MACHINE)
+        == "a replica has 4 samples, of at least 8 for batch norm unless dp= asks"
+    )
+    assert why_not(Mesh(2, 1, 2), asked, MACHINE) == ""
+    assert why_not(Mesh(1, 1, 4), replace(asked, dp=4), MACHINE) == ""
+    assert why_not(Mesh(4, 1, 1), replace(asked, batch=4), MACHINE) == "", "a model on one device has no choice"
 
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (40e-3, 0.4), (10e-3, 0.02)])
