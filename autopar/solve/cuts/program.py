@@ -159,7 +159,9 @@ class CutProgram:
         parts = [[value_of(self.begins[s, j]) for j in window] for s, window in ((stage + 1, ends), (stage, begins))]
         found = steepest(self.again[stage][ends.start : ends.stop, begins.start : begins.stop], *map(np.array, parts))
         least = float(parts[0] @ found.end - parts[1] @ found.begin)
-        if least <= value_of(self.amount(stage, Quantity.AGAIN)) * self.unit * (1 + CLOSE) + CLOSE * self.unit:
+        again = self.amounts.get((stage, Quantity.AGAIN))
+        solved = 0.0 if again is None else again.value() or 0.0  # None: in no row of the last solution
+        if least <= solved * self.unit * (1 + CLOSE) + CLOSE * self.unit:
             return False
         bound = Expr()
         for window, s, values in ((ends, stage + 1, found.end), (begins, stage, -found.begin)):

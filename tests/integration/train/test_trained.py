@@ -131,7 +131,7 @@ def test_what_is_predicted_is_what_ranks_keep(mesh: dict[str, Any], tmp_path: Pa
     head, collective = text.split("[collective]")
     collective = collective.replace("value = 2.4,", "value = 2.4e9,").replace("value = 340,", "value = 0,")
     path.write_text(f"{head}[collective]{collective}")
-    model, x, y = tiny_vit(2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    model, x, y = tiny_vit(2, num_heads=4), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     predicted: list[list[int]] = []
     measured: list[list[int]] = []
     for make in (SGD, functools.partial(torch.optim.AdamW, lr=1e-3)):
