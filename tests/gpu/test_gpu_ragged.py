@@ -41,7 +41,7 @@ def test_equals_one_gpu(name: str, precision: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["nccl", "symmetric"])
 @pytest.mark.parametrize("name", PLANS)
 def test_compiled_and_captured_steps_equal_plain_ones(name: str, transport: str) -> None:
-    """With dropout: each rank draws the numbers of its own part, in a captured step as in a plain one."""
+    """One of the plans has dropout, for which each rank draws the numbers of its own part."""
     rate = 0.2 if "dropout" in name else 0.0
     x, y = torch.randn(4, 3, 16, 16), torch.randint(0, 6, (4,))
     plan, losses = ragged_plan(vit(rate), x, name, "fp32"), []

@@ -23,7 +23,6 @@ GELU, GELU_FLOPS = "aten.gelu.default", {"forward": 78.0, "backward": 106.0}
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
 TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
 UNCOALESCED_SLOWDOWN = 10.0  # of at most 16: a sector of 32 bytes for each element of 2 bytes
-NO_ARITHMETIC = (0.0, 0.0)
 SUM_KERNELS = 2  # of a sum over rows: partial sums of blocks of rows and their sum, or that and its cast
 
 
@@ -54,7 +53,7 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
     return {
         name: FusedTraffic(
             *(
-                Traffic(tuple(sorted(moved[at])), launches[at], sums[at], arithmetic.get(at, NO_ARITHMETIC))
+                Traffic(tuple(sorted(moved[at])), launches[at], sums[at], arithmetic.get(at, Traffic.arithmetic))
                 for at in ((name, direction) for direction in DIRECTIONS)
             )
         )

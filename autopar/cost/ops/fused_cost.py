@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 from autopar.cost.ops.op_stats import Traffic
 from autopar.ir.graph import DTYPE_BYTES, Op
@@ -33,7 +32,7 @@ def fused_seconds(op: Op, traffic: Traffic, num_bytes: Callable[[str], float], h
     flops, kernel_bytes = traffic.arithmetic
     if flops:
         elements = num_bytes(op.outputs[0].name) / DTYPE_BYTES[op.outputs[0].dtype]
-        computing = flops / hardware.peak_flops.get("float32", inf)
+        computing = flops / hardware.peak_flops["float32"]
         seconds += elements * max(0.0, computing - hardware.traffic_seconds(kernel_bytes))
     return seconds
 

@@ -228,9 +228,9 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
                 column_sum_seconds(again, hardware) if compiled else hardware.op_seconds("memory", 0.0, again, dtype)
             )
     if kind == "attention" and on_gpu:
-        query, key = (operand_of(pricing.graph.readable[name]) for name in op.reads[:2])
-        if not has_fused_kernel(op, (query, key), hardware.device_type):
-            forward, backward = unfused_attention_seconds(op, query, key, flops, num_bytes, hardware)
+        read = tuple(operand_of(pricing.graph.readable[name]) for name in op.reads)
+        if not has_fused_kernel(op, read, hardware.device_type):
+            forward, backward = unfused_attention_seconds(op, pricing.graph, flops, num_bytes, hardware)
             backward *= bool(stats.gradients)
     if fused is not None:
         shared = (fused_seconds(op, traffic, num_bytes, hardware) for traffic in (fused.forward, fused.backward))

@@ -7,12 +7,11 @@ Operands of lower precision are converted to float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 from autopar.cost.ops.kernel_shapes import padded
-from autopar.cost.ops.op_stats import Operand
-from autopar.ir.graph import DTYPE_BYTES, Op
+from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ir.hardware import Hardware
+from autopar.ops.registry import named_arguments
 
 # Arithmetic of a softmax on an element that a thread holds, in float32 operations at the rate of large products: 4.0 to
 # 4.6 ps forward and 5.3 to 6.0 backward in bfloat16 on an H100 for rows of 49 elements, of 64 that are held; 4.1 and
@@ -24,24 +23,25 @@ TILE, START_DEPTH = 64, 40
 
 
 def unfused_attention_seconds(
-    op: Op, query: Operand, key: Operand, flops: float, num_bytes: Callable[[str], float], hardware: Hardware
+    op: Op, graph: Graph, flops: float, num_bytes: Callable[[str], float], hardware: Hardware
 ) -> tuple[float, float]:
     """Seconds of the forward and of the backward.
 
     Args:
-        query, key: [..., tokens, width].
         flops: of the forward's two products on this rank.
         num_bytes: bytes of a value on this rank, by name.
     """
+    bound = named_arguments(op)  # several of them may be one value
+    query, key, value = (graph.readable[bound[name].name] for name in ("query", "key", "value"))
     (rows, width), columns = query.shape[-2:], key.shape[-2]
     scores = flops / (4 * width)
     padding = padded(rows, TILE) * padded(columns, TILE) * (width + START_DEPTH) / (rows * columns * width)
     dtype = query.dtype if query.dtype == "float64" else "float32"
     size, wide = DTYPE_BYTES[dtype], DTYPE_BYTES[dtype] / DTYPE_BYTES[query.dtype]
-    tokens = sum(map(num_bytes, op.reads[:3])) + num_bytes(op.outputs[0].name)
+    tokens = sum(num_bytes(v.name) for v in (query, key, value, op.outputs[0]))
     product = hardware.op_seconds("matmul", flops / 2 * padding, size * scores + wide * tokens / 2, dtype)
     converted = hardware.op_seconds("memory", 0.0, (1 + wide) * tokens, dtype) if wide > 1 else 0.0
-    computing = scores * lane_padding(columns) * SOFTMAX_FLOPS / hardware.peak_flops.get(dtype, inf)
+    computing = scores * lane_padding(columns) * SOFTMAX_FLOPS / hardware.peak_flops[dtype]
     softmax = [max(computing, hardware.traffic_seconds(n * size * scores, 1)) for n in (2, 3)]
     return 2 * product + softmax[0] + converted, 4 * product + softmax[1] + converted
 

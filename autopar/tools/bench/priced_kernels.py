@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from autopar.cost.fusion.kernel import Direction, FusedKernel
 from autopar.cost.fusion.traffic import element_flops, slowdown, slowed_accesses
@@ -52,7 +51,7 @@ def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[Pr
         key = kernel.direction, tuple(op.target for op in members), tuple(sorted(weighted))
         groups.setdefault(key, []).append(kernel)
         moving = hardware.traffic_seconds(sum(size * times for size, times in weighted))
-        seconds[key] = start + max(moving, max(flops, default=0.0) / hardware.peak_flops.get("float32", inf))
+        seconds[key] = start + max(moving, max(flops, default=0.0) / hardware.peak_flops["float32"])
     rows = (
         PricedKernels(
             name="_".join(("fused", *sorted({target.split(".")[1] for target in key[1]}))),

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.graphs import graph, op, parameter, value
+from torch import nn
 
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.kernel_shapes import BACKWARD, FORWARD, shape_slowdowns
+from autopar.cost.ops.op_cost import Pricing, op_costs
+from autopar.cost.ops.op_stats import ATTENTION, graph_stats
 from autopar.ir.hardware import ExecutionMode
+from autopar.trace.trace import trace
 
 TRACES = Path(__file__).parents[3] / "docs" / "benchmarks"
 # Kernels of one attention, of the forward and of the backward, with what cuDNN computes before and after it.
@@ -65,3 +70,22 @@ def test_batched_products_take_whole_tiles() -> None:
     product = op("aten.matmul.default", ("%q", "%k"), value("scores", 512, 16, 49, 49, dtype="bfloat16"))
     tiles = 64 * 64 * (32 + 128) / (49 * 49 * 32)
     assert shape_slowdowns(product, graph(operands, (), product)) == pytest.approx((4 * tiles, 4 * tiles))
+
+
+class Windows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_of_five_dims_takes_its_products_in_float32() -> None:
+    """Windows of twins_svt_base: two products and a softmax take 107 us on an H200, and conversions come on top."""
+    hardware = load_hardware("h200-nvlink").with_mode(ExecutionMode(True, True))
+    windows = torch.randn(64, 4, 12, 49, 32, dtype=torch.bfloat16, requires_grad=True)
+    costs = []
+    for x in (windows, windows.detach().flatten(0, 1).requires_grad_()):
+        graph = trace(Windows(), (x,))
+        (name,) = (op.name for op in graph.ops if op.target == ATTENTION)
+        costs.append(op_costs(Pricing(graph, graph_stats(graph, "cuda"), hardware, len(x)))[name])
+    unfused, fused = costs
+    assert 107e-6 < unfused.forward_seconds < 1.6 * 107e-6
+    assert unfused.forward_seconds > 1.5 * fused.forward_seconds > 0
