@@ -22,18 +22,22 @@ from autopar.ops.regions import region_starts
 from autopar.ops.registry import operator
 from autopar.sharding.fuse_linear import is_layer
 
-# Besides the operations that torch tags as pointwise: these move elements, or scale rows by sums of them.
+# Besides the operations that torch tags as pointwise: these move elements, scale rows by sums of them, or lack the tag.
 DATA_MOVEMENT = frozenset(
     f"aten.{name}" for name in ("contiguous.default", "index.Tensor", "pad.default", "roll.default")
 )
 NORMS = frozenset(f"aten.{name}.default" for name in ("batch_norm", "group_norm", "layer_norm", "rms_norm"))
 SOFTMAX = frozenset(("aten.softmax.int", "aten.log_softmax.int"))
-FUSIBLE = DATA_MOVEMENT | NORMS | SOFTMAX | {"aten.to.dtype"}
+UNTAGGED = frozenset(
+    f"aten.{name}" for name in ("hardswish.default", "log_sigmoid.default", "prelu.default", "where.self")
+)
+FUSIBLE = DATA_MOVEMENT | NORMS | SOFTMAX | UNTAGGED | {"aten.to.dtype"}
 # Reductions read what is recomputed, but their smaller results are saved.
 REDUCTIONS = frozenset(
     f"aten.{name}"
     for name in ("adaptive_avg_pool2d.default", "linalg_vector_norm.default", "mean.dim", "sum.dim_IntList")
 ) | {MAX_POOL}
+EXTREMES = frozenset(("aten.amax.default", "aten.amin.default"))
 INDEX_BYTES, SIGN_BYTES = 8, 1
 ROW_BYTES = 8  # the largest element of a softmax's row and its sum, in float32
 
@@ -93,6 +97,7 @@ def decomposed_ops(graph: Graph, stats: GraphStats) -> Mapping[str, OpStats]:
     - A max pooling saves the offset of each maximum in its window instead of its index and its operand.
     - A ReLU whose result leaves its region saves which elements are positive, unless another operation of its region
       saves the result.
+    - A maximum over dims saves which elements are maxima, unless another operation of its region saves the operand.
     - A linear layer whose wgrad GEMM accumulates saves its operand where autograd saves a dense copy of it.
     """
     storage, weights = storage_names(graph, stats), graph.weight
@@ -114,6 +119,11 @@ def decomposed_ops(graph: Graph, stats: GraphStats) -> Mapping[str, OpStats]:
             others = saving[op.outputs[0].name] - {op.name}
             if all(region[other] != region[op.name] for other in others):
                 new = replace(own, saved_outputs=(), saved_bytes=prod(op.outputs[0].shape) * SIGN_BYTES)
+        elif op.target in EXTREMES and own.saved_operands:
+            others = saving[storage.get(op.reads[0], op.reads[0])] - {op.name}
+            if all(region[other] != region[op.name] for other in others):
+                operand = graph.readable[op.reads[0]]
+                new = replace(own, saved_operands=(), saved_outputs=(), saved_bytes=prod(operand.shape) * SIGN_BYTES)
         elif is_layer(op) and own.saved_bytes and 0 not in own.saved_operands:
             weight = weights.get(op.reads[1])
             if weight is not None and weight.dtype != weight.stored_dtype and readers[weight.name] == 1:

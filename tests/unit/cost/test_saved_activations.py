@@ -44,6 +44,16 @@ def small_efficientnet() -> nn.Module:
     return timm.create_model("efficientnet_b0", num_classes=10)
 
 
+def small_mobilenet() -> nn.Module:
+    """Hard swishes, which torch does not tag as pointwise."""
+    return timm.create_model("mobilenetv3_small_100", num_classes=10)
+
+
+def small_hiera() -> nn.Module:
+    """Queries are maxima over tokens."""
+    return timm.models.Hiera(img_size=(64, 64), embed_dim=32, num_heads=1, stages=(1, 2, 2, 1), num_classes=10)
+
+
 def saved_bytes(graph: Graph, facts: GraphStats) -> int:
     """Bytes that the operations save, each tensor once and no weights."""
     root = storage_names(graph, facts)
@@ -81,6 +91,8 @@ def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor) -> int:
             (small_convnext, 64, 0.0),
             (small_resnet, 64, -0.2),
             (small_efficientnet, 64, 0.4),
+            (small_mobilenet, 64, 0.2),
+            (small_hiera, 64, 0.0),
         ],
     ),
 )
