@@ -11,7 +11,7 @@ from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply_strategi
 from autopar.api.planning.error_band import narrowing
 from autopar.api.planning.undecided import ConfigRegion, RegionPrices, rivals_of
 from autopar.cost.ops.op_cost import MeasuredRegions
-from autopar.errors import MeasuringWarning, TraceError
+from autopar.errors import MeasuringWarning, TraceError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -58,7 +58,7 @@ def plan_with_measurements(costs: PlanCosts, search: Callable[..., Plan], timer:
         f"After {MAX_ROUNDS} measurements of {plan.model.name} the search still finds others to make: this plan is "
         "priced by those that were most like it.",
         MeasuringWarning,
-        stacklevel=2,
+        stacklevel=caller_level(),
     )
     return plan
 
@@ -163,7 +163,7 @@ def regions_at_size(costs: PlanCosts, prices: RegionPrices, retrace: Retrace) ->
         if have_same_ops(known, found):
             return found
         what = f"{costs.graph.model} with {plural(config.size, 'sample')} {problem}"
-        warnings.warn(f"{what}: priced by the cost model.", MeasuringWarning, stacklevel=2)
+        warnings.warn(f"{what}: priced by the cost model.", MeasuringWarning, stacklevel=caller_level())
         return ()
 
     def at_size(region: ConfigRegion) -> WantedRegion:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.caller import caller_level
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts
@@ -21,7 +20,7 @@ from autopar.api.planning.error_band import step_parts, total_error
 from autopar.api.planning.measured import plan_where_undecided, plan_with_measurements
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
-from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
+from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_mismatch, microbatch_size

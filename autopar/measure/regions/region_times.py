@@ -11,7 +11,7 @@ from time import monotonic
 
 import torch
 
-from autopar.errors import MeasuringWarning, UsageError, WorkerError
+from autopar.errors import MeasuringWarning, UsageError, WorkerError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.plan_parts import CostSource
@@ -167,7 +167,7 @@ class RegionTimer:
                         self.keep(key, measured[sized_key])
                         found[key] = measured[sized_key]
         except UsageError as error:  # the cache cannot be written to
-            warnings.warn(str(error), MeasuringWarning, stacklevel=2)
+            warnings.warn(str(error), MeasuringWarning, stacklevel=caller_level())
         self.spent_seconds += monotonic() - start
         warn_of_times(measured, what, failures, are_used=False)
         return {key: None if is_unsteady(times) else times for key, times in found.items()}
@@ -279,7 +279,7 @@ def warn_of_times(
             f"{plural(len(failures), 'region')} of {what} cannot be timed: priced by the cost model. {failures[0]}"
         )
     for message in said:
-        warnings.warn(message, MeasuringWarning, stacklevel=3)
+        warnings.warn(message, MeasuringWarning, stacklevel=caller_level())
 
 
 def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:

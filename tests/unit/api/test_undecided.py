@@ -194,9 +194,10 @@ def test_unsteady_times_do_not_count(clock: Clock, runs: Runs, tmp_path: Path) -
     own, runs.spread = timer(tmp_path, 100.0), 0.9
     with pytest.warns(
         MeasuringWarning, match="Times of 3 regions of vit lie up to 90 % apart.*: priced by the cost model"
-    ):
+    ) as said:
         found = own.time_in_order(list(wanted(distinct_regions(), clock)), "vit")
     assert set(found.values()) == {None} and own.cache.is_empty
+    assert [warning.filename for warning in said] == [__file__]  # the user's line
 
 
 @pytest.mark.filterwarnings("ignore::autopar.errors.CacheWarning")
@@ -271,8 +272,9 @@ def test_a_model_that_is_traced_with_some_samples_alone(runs: Runs, monkeypatch:
     graph = lower_example(request)
     for retrace, problem in ((fail, "cannot be traced .Cannot trace so few"), (other_ops, "has other operations")):
         monkeypatch.setattr(PlanRequest, "graph", retrace)
-        with pytest.warns(MeasuringWarning, match=f"vit with 2,048 samples {problem}.*: priced by"):
+        with pytest.warns(MeasuringWarning, match=f"vit with 2,048 samples {problem}.*: priced by") as said_where:
             found = plan_graph(request, graph, CPU)
+        assert {warning.filename for warning in said_where} == {__file__}
         said = found.solver.measuring
         assert said is not None and 0 < said.num_timed < said.num_regions
 

@@ -239,9 +239,11 @@ def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, broken: str) -> No
     cache = TimesCache(tmp_path, "here")
     cache.put("a", RegionTimes(1.0, 2.0, 0.1))
     cache.path("a").write_text(broken)
-    with pytest.warns(CacheWarning, match=r"a\.json holds no measured times .* it is removed, and measured again"):
+    with pytest.warns(
+        CacheWarning, match=r"a\.json holds no measured times .* it is removed, and measured again"
+    ) as said:
         assert cache.get("a") is None
-    assert not cache.path("a").exists()
+    assert [warning.filename for warning in said] == [__file__] and not cache.path("a").exists()
 
 
 def test_a_shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
