@@ -8,7 +8,6 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Instead of processes: a microsecond for each sample and operation; what was timed, in words."""
     runs: list[str] = []
 
-    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str, limit: float = inf) -> str:
+    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str, limit: float) -> str:
         runs.extend([what] * bool(programs))
         for key, (program, _) in programs.items():
             seconds = 1e-6 * len(program.ops) * program.batch
@@ -225,7 +224,7 @@ def test_all_that_a_worker_imports_is_in_the_key() -> None:
     assert all((PACKAGE / name).exists() for name in SOURCES)
     counted = {module_name(path) for path in source_files(PACKAGE)}
     modules = {module_name(path): path for path in FILES}
-    reached, front = set[str](), {"autopar.measure.regions.worker"}
+    reached, front = set[str](), {"autopar.measure.regions.timing"}
     while front:
         reached |= front
         names = {name for module in front for name in imports(modules[module])}
@@ -321,7 +320,7 @@ def test_a_second_plan_measures_nothing_and_auto_takes_what_there_is(timed: list
 def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large microbatches are made slow: the plan then has smaller ones, of which it is known how fast they are."""
 
-    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str) -> str:
+    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str, limit: float) -> str:
         for key, (program, _) in programs.items():
             keep(key, RegionTimes(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
         return ""
@@ -350,7 +349,7 @@ def test_of_processes_at_the_same_time_the_slowest_counts() -> None:
 
 
 def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str) -> str:
+    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str, limit: float) -> str:
         for key in programs:
             keep(key, RegionTimes(1e-3, 1e-3, 0.9))
         return ""
@@ -362,7 +361,7 @@ def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.
 
 
 def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str) -> str:
+    def run(self: RegionTimer, programs: Mapping[str, Any], keep: Any, what: str, limit: float) -> str:
         for key in programs:
             keep(key, None)
         return ""
