@@ -6,6 +6,5 @@ Files in reading order:
     timed_regions.py        a graph as regions under anonymous names, so that equal blocks are timed once
     timing.py               a worker process: forward and backward of each region
     cache.py                times on disk, in one folder per setting
-    source.py               digest of the code that times depend on, a part of the setting
     region_times.py         `RegionTimer`: the cache first, then worker processes; progress.py shows them
 """

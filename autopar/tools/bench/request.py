@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.api.model_source import ModelSource
 from autopar.api.options import Options
@@ -15,6 +16,8 @@ from autopar.errors import AutoparError, UsageError
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import launched
 from autopar.tools.bench.baselines.registry import check_names
+
+SAMPLES = 2  # batch norm refuses a batch of one
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,16 @@ def num_classes(model: nn.Module, shape: tuple[int, ...]) -> int:
             f"bench trains a classifier; {type(model).__name__} does not return one row of logits per image."
         )
     return logits.shape[1]
+
+
+def flops_per_image(model: nn.Module, shape: tuple[int, ...]) -> float:
+    """FLOPs of matrix products, convolutions and attention, forward and backward, without recomputation.
+
+    Args:
+        model: on the meta device.
+        shape: of images, with any batch.
+    """
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        model.train()(torch.empty(SAMPLES, *shape[1:], device="meta", dtype=dtype)).sum().backward()
+    return counter.get_total_flops() / SAMPLES

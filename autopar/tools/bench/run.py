@@ -32,10 +32,8 @@ from autopar.tools.bench.baselines.registry import (
 )
 from autopar.tools.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.tools.bench.description import commit, machine_text, outcome_text, plan_label
-from autopar.tools.bench.flops import flops_per_image
-from autopar.tools.bench.outcome import BaselineOutcome, run_baseline
-from autopar.tools.bench.rank_result import RankResult
-from autopar.tools.bench.request import BenchRequest, machine_for
+from autopar.tools.bench.outcome import BaselineOutcome, RankResult, run_baseline
+from autopar.tools.bench.request import BenchRequest, flops_per_image, machine_for
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.measured_trace import MeasuredStep, trace_events

@@ -31,7 +31,7 @@ from autopar.tools.bench.baselines.dtensor import tensor_parallel
 from autopar.tools.bench.baselines.pipelining import pipelined
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.kernel_trace import ProfiledStep, profile_steps
-from autopar.tools.bench.rank_result import RankResult, StepSpans, failed_result
+from autopar.tools.bench.outcome import RankResult, StepSpans, failed_result
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.bench.training import BaselineTrainer
 

@@ -247,8 +247,8 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
     """Measure, show, draw and save the errors of predictions; the file has all plans so far after each."""
     from autopar.tools.bench.calibration import Calibration, band_text, calibrate
     from autopar.tools.cli.output import show, write
+    from autopar.tools.report.bench_table import calibration_parts
     from autopar.tools.report.calibration_picture import figure_of
-    from autopar.tools.report.calibration_table import calibration_parts
     from autopar.tools.report.figure import save_figure
 
     path = outputs.output

@@ -189,7 +189,7 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
         WorkerError: a worker process failed.
     """
     from autopar.measure.machine.measure import measure
-    from autopar.measure.machine.resume import load_points
+    from autopar.measure.machine.points import load_points
     from autopar.measure.machine.write_cost_model import RawMeasurements
     from autopar.tools.cli.bench import ended_by_sigterm
 
@@ -264,7 +264,7 @@ def reusable_points(request: ProfileRequest) -> tuple[MeasuredPoint, ...]:
         UsageError: FILE.part is not a file of points.
         HardwareError: the cost model's points cannot be read.
     """
-    from autopar.measure.machine.resume import load_points
+    from autopar.measure.machine.points import load_points
     from autopar.measure.machine.write_cost_model import raw_points
 
     output, setting = request.output, request.setting
@@ -290,8 +290,7 @@ def check_spread(raw: RawMeasurements, part: Path) -> None:
         UsageError: there are such points; it names them and their spread.
     """
     from autopar.ir.units import plural
-    from autopar.measure.machine.points import MAX_STEADY_SPREAD
-    from autopar.measure.machine.resume import save_points
+    from autopar.measure.machine.points import MAX_STEADY_SPREAD, save_points
 
     unsteady = sorted((p for p in raw.points if not p.is_steady), key=lambda p: -p.spread)
     if not unsteady:

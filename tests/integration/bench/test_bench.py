@@ -19,8 +19,7 @@ from support.effort import full, only
 
 from autopar.errors import UsageError
 from autopar.tools.bench.baselines.registry import BASELINES
-from autopar.tools.bench.outcome import failure_text, run_baseline
-from autopar.tools.bench.rank_result import RankFailure
+from autopar.tools.bench.outcome import RankFailure, failure_text, run_baseline
 from autopar.tools.bench.result import BenchResult
 from autopar.tools.bench.run import BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask

@@ -25,9 +25,8 @@ from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
 from autopar.measure.machine.fit_constants import fit
-from autopar.measure.machine.points import MeasuredPoint
+from autopar.measure.machine.points import MeasuredPoint, load_points, save_points
 from autopar.measure.machine.preserved import preserved_sections
-from autopar.measure.machine.resume import load_points, save_points
 from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text, raw_points, refit
 from autopar.runtime.launch.devices import Machine
 from autopar.tools.cli.app import app

@@ -27,11 +27,10 @@ from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
-from autopar.measure.device import region_setting
+from autopar.measure.device import SOURCES, region_setting, source_digest, source_files
 from autopar.measure.regions import region_times as making
 from autopar.measure.regions.cache import RegionTimes, TimesCache
 from autopar.measure.regions.region_times import RegionTimer, region_timer_for
-from autopar.measure.regions.source import SOURCES, source_digest, source_files
 from autopar.measure.regions.timed_regions import timed_regions
 from autopar.measure.regions.timing import RegionRun, time_region
 from autopar.tools.explain.why_not import Query, ReplanContext, answers
@@ -211,7 +210,6 @@ NO_MATTER = {
         f"autopar.runtime.comm.{name}"
         for name in (
             "protocols",
-            "reduce_buffers",
             "replica_collectives",
             "symmetric_collectives",
         )
