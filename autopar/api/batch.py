@@ -11,7 +11,6 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Ref, dtype_name
-from autopar.ir.mesh import Mesh, Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import Spec, flatten, unflatten
 from autopar.ir.units import of_type
@@ -82,12 +81,6 @@ def check_divisible(batch: int, replicas: int) -> None:
             f"A batch of {batch} cannot be trained on by {replicas} data-parallel replicas in equal parts. "
             f"Pass {near} samples, or parallelize with a dp that divides {batch}."
         )
-
-
-def shards_of(rank: int, mesh: Mesh) -> list[int]:
-    """Ranks of a rank's tensor-parallel group."""
-    place = mesh.place(rank)
-    return [mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp)]
 
 
 def check_real(tree: Any, what: str, rank: int) -> None:
