@@ -14,7 +14,6 @@ from autopar.errors import HardwareError
 from autopar.ir.units import plural
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.constants import Constant
-from autopar.measure.machine.fit_constants import fit
 from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
 from autopar.measure.machine.preserved import PreservedSections, field_text
 
@@ -150,15 +149,3 @@ def raw_points(path: Path) -> RawMeasurements | None:
             f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file again with "
             "`autopar profile`."
         ) from error
-
-
-def refit(path: Path) -> tuple[Constant, ...]:
-    """Constants fitted to the points in a cost-model file.
-
-    Raises:
-        HardwareError: the file has no points, or they cannot be read.
-    """
-    raw = raw_points(path)
-    if raw is None:
-        raise HardwareError(f"{path} has no points to fit: raw.points is missing. Measure with `autopar profile`.")
-    return fit(raw.points, raw.setting)
