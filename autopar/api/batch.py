@@ -151,14 +151,10 @@ def check_cuttable(leaf: Any) -> None:
             "torch.as_tensor(target)."
         )
     names = [f.name for f in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", {})
-    inside = [name for name in names if holds_tensor(getattr(leaf, name, None))]
+    attributes = {name: flatten(getattr(leaf, name, None))[0] for name in names}
+    inside = [name for name, held in attributes.items() if any(isinstance(part, torch.Tensor) for part in held)]
     if inside:
         raise UsageError(
             f"A target is {of_type(leaf)} with tensors in {', '.join(inside[:MAX_NAMED])}, which cannot be cut into "
             "microbatches. Pass a dict or tuple of tensors."
         )
-
-
-def holds_tensor(tree: Any) -> bool:
-    """Whether a nested structure holds a tensor."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(tree)[0])

@@ -80,7 +80,7 @@ def cost_model_text(
         "[raw]",
     ]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
-    lines += ["points = [", *(f"  {point_text(point)}," for point in raw.points), "]", ""]
+    lines += ["points = [", *(f"  {field_text(point_data(point))}," for point in raw.points), "]", ""]
     return "\n".join(lines)
 
 
@@ -125,11 +125,6 @@ def value_text(constant: Constant) -> str:
     """A constant's value and unit with four digits, for a table."""
     value, unit = in_file_unit(constant)
     return f"{value:,.4g} {'' if unit == '1' else unit}".rstrip()
-
-
-def point_text(point: MeasuredPoint) -> str:
-    """A TOML inline table with a point's record."""
-    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in point_data(point).items())} }}"
 
 
 def raw_points(path: Path) -> RawMeasurements | None:
