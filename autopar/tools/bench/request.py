@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.api.model_source import ModelSource
-from autopar.api.options import Options
+from autopar.api.options import RUN_SETTINGS, Options
 from autopar.errors import AutoparError, UsageError
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import launched
@@ -62,6 +62,15 @@ class BenchRequest:
                 raise UsageError(
                     f"--microbatch-sizes {size}: a microbatch has from 1 to {self.shape[0]} samples, the global batch."
                 )
+
+    @property
+    def batch(self) -> int:
+        return self.shape[0]
+
+    @property
+    def run_settings(self) -> Mapping[str, Any]:
+        """Keyword arguments of `autopar.parallelize` that set how plans run."""
+        return {name: value for name, value in self.constraints.items() if name in RUN_SETTINGS}
 
 
 def machine_for(request: BenchRequest) -> Machine:
