@@ -18,7 +18,7 @@ from autopar.api.parallelize import parallelize
 from autopar.errors import TrainingError, UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.pytree import leaves
-from autopar.ir.units import plural
+from autopar.ir.units import first_few, plural
 from autopar.tools.parity.difference import Named, Row, compared, rounding_of, update_rounding
 from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
 from autopar.trace.call import Call, as_call
@@ -99,10 +99,9 @@ def compare(
     call = as_call(quiet, x)
     random = random_operations(quiet, call)
     if random:
-        more = f" and {len(random) - 3} more" if len(random) > 3 else ""
         notes.append(
             f"not compared: training. Random operations remain, and each rank draws its own numbers: "
-            f"{', '.join(random[:3])}{more}"
+            f"{first_few(random, 3)}"
         )
     loss_name = "the caller's loss"
     if loss_fn is None:
