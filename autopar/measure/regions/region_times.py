@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from math import inf, nan
 from time import monotonic
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.errors import MeasuringWarning, UsageError, WorkerError, caller_level
 from autopar.ir.hardware import Hardware
@@ -19,7 +22,6 @@ from autopar.ir.units import percent, plural
 from autopar.measure.device import RegionSetting, region_setting
 from autopar.measure.machine.points import MAX_STEADY_SPREAD
 from autopar.measure.regions.cache import RegionTimes, TimesCache, cache_folder, digest
-from autopar.measure.regions.progress import RegionProgressBar
 from autopar.measure.regions.timed_regions import RegionTask, TimedRegion
 from autopar.measure.workers import WorkerLimits, run_workers
 from autopar.runtime.launch.devices import describes
@@ -325,3 +327,26 @@ def device_mismatch(hardware: Hardware, backend: str | None) -> str:
     if gpu is not None and not describes(hardware, gpu):
         return f"cost model {hardware.name} is of {hardware.device} and here is {gpu}. Use cost='analytic'."
     return ""
+
+
+class RegionProgressBar:
+    """The progress callback of a `RegionTimer`; the bar appears with the first region and disappears after the last."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.bar: Progress | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if not self.console.is_terminal:
+            if done == 0:
+                print(f"timing {plural(total, 'region')} of {what}", file=sys.stderr)
+            return
+        if done == 0:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.bar.start()
+            self.bar.add_task(f"timing {what}", total=total)
+        assert self.bar is not None
+        self.bar.update(self.bar.task_ids[0], completed=done)
+        if done == total:
+            self.bar.stop()
