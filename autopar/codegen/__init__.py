@@ -6,6 +6,7 @@ per stage, and for each a module that takes the program's arguments and returns 
 - `split`: the programs; stages of another trace (eval mode, another shape) of a planned model.
 - `emit`: a program as a module, and as readable Python.
 - `regions`, `compile`: what torch.compile compiles as one region; equal regions share one compilation.
+- `collective_order`: compiled ranks of unequal shapes call collectives in one order.
 - `activation_checkpoint`: checkpointed segments, whose backward runs their forward again.
 - `fusions`: operations of compiled programs that are replaced by faster ones.
 

@@ -7,7 +7,6 @@ function of weights and values, which is compiled once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import log2, prod
 from typing import Any
 
@@ -16,12 +15,6 @@ from torch import Tensor, fx, nn
 
 # Not public in torch 2.11 to 2.15, and the only way to compile a backward before it is called.
 from torch._functorch import config as functorch_config
-
-# Nor is a pass over compiled graphs, and dependencies that are not of data. Nothing else keeps the order of operators
-# that the compiler does not know.
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.activation_checkpoint import Segment
@@ -40,9 +33,6 @@ SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.l
 # them. A function that is dropped here stays with the modules that call it.
 COMPILED_REGIONS: dict[str, Callable[..., Any]] = {}
 MAX_COMPILED_REGIONS = 256
-CUSTOM_PASS = "post_grad_custom_post_pass"  # one of torch._inductor.list_options()
-# Operators with an axis that only ask for this process's rank on it.
-WITHOUT_MESSAGES = ("autopar::shard", "autopar::pad", "autopar::first_rank", "autopar::uniform")
 
 
 class CompiledRegion(nn.Module):
@@ -112,7 +102,7 @@ def compiled_region(
         whole = with_checkpoint(module, region.is_random) if recompute else module
         options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else {}
         if keep_order:
-            from autopar.codegen.compile import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
+            from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
             options[CUSTOM_PASS] = CollectivesInOrder()
         call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
@@ -131,25 +121,3 @@ def norm_options(ops: Iterable[Op]) -> dict[str, Any]:
     if rows == 0 or SPLIT_SIZE not in list_options():
         return {}
     return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / TARGET_PARTIAL_SUMS)), 4), 7)}
-
-
-class CollectivesInOrder(CustomGraphPass):
-    """Lets each collective of a graph wait for the one before it, where ranks compile operations of other shapes.
-
-    torch.compile orders operations that do not depend on each other by their sizes. Ranks whose sizes differ would sum
-    an activation's gradient and gather a weight's gradient in different orders, say, and wait for each other forever.
-    """
-
-    def __call__(self, graph: fx.Graph) -> None:
-        calls = [node for node in graph.nodes if is_collective(node.target)]
-        preserve_node_ordering(graph, {later: OrderedSet([node]) for node, later in pairwise(calls)})
-
-    def uuid(self) -> object:
-        return get_hash_for_files((__file__,))
-
-
-def is_collective(target: Any) -> bool:
-    """Whether an operator calls the communicator of an axis."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "autopar":
-        return False
-    return target._schema.name not in WITHOUT_MESSAGES and any(a.name == "axis" for a in target._schema.arguments)
