@@ -6,7 +6,7 @@ Input is a model, a `call.Call` at the microbatch size, a mode and a precision; 
 - `call`: a call's arguments in the signature's order; which of them are batched.
 - `trace`: torch.export's placeholders become inputs and weights, its nodes operations.
 - `export`, `hooks`, `fake`, `frames`, `copy_model`: the export, what it would lose, and errors with the user's line.
-- `python_state`: refusals of Python state that forwards change.
+- `shared_memory`, `python_state`: refusals of weights that overlap in memory, and of Python state that forwards change.
 - `convert`, `inplace`, `autocast`, `masks`: nodes to operations; side effects, autocast regions, trivial masks.
 - `passes`: rewrites of the graph: low-precision parameters, autocast, counter-based random numbers.
 
