@@ -6,8 +6,15 @@ line's exit code for an error.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+# Files whose frames are not the user's; some functions of autopar are called through a context manager.
+INTERNAL = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
 
 
 class AutoparError(Exception):
@@ -121,3 +128,11 @@ def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6
     """
     near = get_close_matches(name, list(known), limit, cutoff)
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def caller_level() -> int:
+    """The ``stacklevel`` with which `warnings.warn`, called by this function's caller, names the user's line."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(INTERNAL):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -11,7 +11,6 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Ref, dtype_name
-from autopar.ir.mesh import Mesh, Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import Spec, flatten, unflatten
 from autopar.ir.units import of_type
@@ -84,12 +83,6 @@ def check_divisible(batch: int, replicas: int) -> None:
         )
 
 
-def shards_of(rank: int, mesh: Mesh) -> list[int]:
-    """Ranks of a rank's tensor-parallel group."""
-    place = mesh.place(rank)
-    return [mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp)]
-
-
 def check_real(tree: Any, what: str, rank: int) -> None:
     """Refuse inputs or targets on the meta device on a rank that reads them.
 
@@ -158,14 +151,10 @@ def check_cuttable(leaf: Any) -> None:
             "torch.as_tensor(target)."
         )
     names = [f.name for f in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", {})
-    inside = [name for name in names if holds_tensor(getattr(leaf, name, None))]
+    attributes = {name: flatten(getattr(leaf, name, None))[0] for name in names}
+    inside = [name for name, held in attributes.items() if any(isinstance(part, torch.Tensor) for part in held)]
     if inside:
         raise UsageError(
             f"A target is {of_type(leaf)} with tensors in {', '.join(inside[:MAX_NAMED])}, which cannot be cut into "
             "microbatches. Pass a dict or tuple of tensors."
         )
-
-
-def holds_tensor(tree: Any) -> bool:
-    """Whether a nested structure holds a tensor."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(tree)[0])

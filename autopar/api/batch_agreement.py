@@ -9,7 +9,6 @@ from zlib import crc32
 
 import torch
 
-from autopar.api.batch import shards_of
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
@@ -241,7 +240,7 @@ def check_same_samples(fingerprints: Sequence[int], mesh: Mesh, when: str = "") 
     Raises:
         UsageError: two ranks of a group have different samples; names them.
     """
-    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(fingerprints))}:
+    for group in {mesh.group(rank, "tp") for rank in range(len(fingerprints))}:
         own = [(fingerprints[rank], rank) for rank in group if fingerprints[rank]]
         other = next((rank for value, rank in own if value != own[0][0]), None)
         if other is not None:

@@ -18,7 +18,7 @@ from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir.checkpoint_header import Header, SavedWeight
 from autopar.ir.graph import Weight
 from autopar.ir.plan import Plan
-from autopar.ir.units import of_type, plural
+from autopar.ir.units import first_few, of_type, plural
 from autopar.runtime.checkpoint.folder import check_hashes, check_sizes
 from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
@@ -193,9 +193,9 @@ def check_same_model(saved: Header, current: Header, folder: str) -> None:
         if name in before and dtype_and_shape(now[name]) != dtype_and_shape(before[name])
     ]
     differences = [
-        *([f"{len(missing)} missing there ({first_names(missing)})"] if missing else []),
-        *([f"{len(unknown)} unknown here ({first_names(unknown)})"] if unknown else []),
-        *([f"{len(different)} other: {first_names(different)}"] if different else []),
+        *([f"{len(missing)} missing there ({first_few(missing, MAX_NAMED)})"] if missing else []),
+        *([f"{len(unknown)} unknown here ({first_few(unknown, MAX_NAMED)})"] if unknown else []),
+        *([f"{len(different)} other: {first_few(different, MAX_NAMED)}"] if different else []),
     ]
     if differences:
         raise CheckpointError(
@@ -206,11 +206,6 @@ def check_same_model(saved: Header, current: Header, folder: str) -> None:
 
 def dtype_and_shape(weight: SavedWeight) -> str:
     return f"{weight.dtype}{list(weight.shape)}"
-
-
-def first_names(names: list[str]) -> str:
-    """The first `MAX_NAMED` names, and the number of the others."""
-    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[str]:
@@ -257,7 +252,7 @@ def option_differences(options: Iterable[OptionChange]) -> list[str]:
         weights.setdefault(change.option, Counter())[f"{change.saved}, here it is {change.here}"] += 1
     return [
         f"was saved with {option} "
-        + first_names([f"{text} ({number} weight{'s' * (number > 1)})" for text, number in sorted(counts.items())])
+        + first_few([f"{text} ({plural(number, 'weight')})" for text, number in sorted(counts.items())], MAX_NAMED)
         + ": what was saved stays in use."
         for option, counts in sorted(weights.items())
     ]

@@ -93,7 +93,7 @@ class BatchPartition:
     @cached_property
     def has_random_ops(self) -> bool:
         """Whether any microbatch has counter-based random operations."""
-        return any(map(draws_random_numbers, self.all_specializations))
+        return any(value.name == RNG_COUNTERS for own in self.all_specializations for value in own.graph.inputs)
 
 
 @dataclass(frozen=True)
@@ -416,8 +416,3 @@ class Dispatcher:
             training=training,
         )
         self.checked.add((name, count))
-
-
-def draws_random_numbers(specialization: Specialization) -> bool:
-    """Whether a graph has counter-based random operations."""
-    return any(value.name == RNG_COUNTERS for value in specialization.graph.inputs)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from autopar.api.batch_agreement import check_not_refused
-from autopar.api.caller import caller_level
 from autopar.api.checkpoint import check_folder, check_keep, header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import BatchRequest, Dispatcher
 from autopar.api.module_attributes import OF_MODEL, missing_attribute
@@ -25,7 +24,7 @@ from autopar.api.program_cache import ProgramCache
 from autopar.api.scheduler_handle import SchedulerHandle
 from autopar.api.state_dict import misfit
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
-from autopar.errors import NonFiniteLossWarning, UsageError
+from autopar.errors import NonFiniteLossWarning, UsageError, caller_level
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
 from autopar.ir.mesh import Place

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.api.caller import caller_level
 from autopar.api.model import ParallelModel
 from autopar.api.options import RUN_SETTINGS, Options
 from autopar.api.planning.hardware import planning_hardware
@@ -25,7 +24,7 @@ from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.api.recipe_check import check_recipe, try_recipe
-from autopar.errors import PlanDependentRandomWarning, UsageError
+from autopar.errors import PlanDependentRandomWarning, UsageError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural

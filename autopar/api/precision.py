@@ -6,8 +6,7 @@ import warnings
 
 import torch
 
-from autopar.api.caller import caller_level
-from autopar.errors import AutocastWarning, UsageError
+from autopar.errors import AutocastWarning, UsageError, caller_level
 from autopar.ir.graph import dtype_name
 from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopar.api.caller import caller_level
-from autopar.errors import VariantWarning
+from autopar.errors import VariantWarning, caller_level
 from autopar.ir.pytree import leaves
 from autopar.trace.call import Call
 

@@ -117,7 +117,7 @@ class Header:
             )
         if version == 1 and isinstance(data.get("files"), dict):
             data["files"] = {name: {"size": size, "sha256": None} for name, size in data["files"].items()}
-        if version > 1 and text != sealed(unsealed(text)):
+        if version > 1 and text != sealed(text.rpartition(SEAL)[0] + "\n}"):
             raise CheckpointError(
                 f"{where} is damaged: its SHA-256 is not that of its text, so something changed it after the save. "
                 "Copy it again, or use another checkpoint."
@@ -135,8 +135,3 @@ class Header:
 def sealed(text: str) -> str:
     """A JSON object with its SHA-256 as its last field."""
     return f'{text[:-2]}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'
-
-
-def unsealed(text: str) -> str:
-    """Inverse of `sealed`."""
-    return text.rpartition(SEAL)[0] + "\n}"

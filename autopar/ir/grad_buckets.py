@@ -64,11 +64,6 @@ def owner_loads(numel: Mapping[str, int], owners: Mapping[str, int], num_owners:
     return load
 
 
-def padding_share(numel: Mapping[str, int], owners: Mapping[str, int], num_owners: int) -> float:
-    """Padding that equal segments add to a bucket, as a share of its elements."""
-    return num_owners * max(owner_loads(numel, owners, num_owners)) / sum(numel.values()) - 1
-
-
 def is_padded(loads: Sequence[int], element_bytes: int) -> bool:
     """Whether a bucket's segments, with so many elements, are padded to one length."""
     padding = len(loads) * max(loads) - sum(loads)
@@ -114,7 +109,8 @@ def split_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int) 
                 continue
             if sum(numel.values()) * element < limit_bytes:
                 continue
-            share = padding_share(numel, assign_owners(numel, num_owners, {}), num_owners)
+            loads = owner_loads(numel, assign_owners(numel, num_owners, {}), num_owners)
+            share = num_owners * max(loads) / sum(numel.values()) - 1  # of padding, with equal segments
             if share < least:
                 best, least = count, share
             if least <= TARGET_PADDING_SHARE or sum(numel.values()) * element > largest:

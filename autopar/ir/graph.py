@@ -29,11 +29,6 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense row-major tensor."""
-    return dense_strides(shape, range(len(shape)))
-
-
 def dense_strides(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor.
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from pydantic import ConfigDict, with_config
+
+MeshAxis = Literal["pp", "dp", "tp"]
+MESH_AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)  # outermost first
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # for every type that a plan file holds
 
@@ -53,6 +57,13 @@ class Mesh:
         """All ranks of one stage: the ranks at position ``stage % pp``."""
         width, position = self.tp * self.dp, stage % self.pp
         return tuple(range(position * width, (position + 1) * width))
+
+    def group(self, rank: int, axis: MeshAxis) -> tuple[int, ...]:
+        """Ranks of a rank's pipeline, replicas or shards: those at its place on the other axes, in the axis's order."""
+        sizes = {"pp": (self.pp, self.dp * self.tp), "dp": (self.dp, self.tp), "tp": (self.tp, 1)}
+        size, stride = sizes[axis]
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
 
     def stages(self, rank: int, chunks: int) -> tuple[int, ...]:
         """The stages of a rank.

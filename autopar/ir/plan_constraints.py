@@ -54,7 +54,8 @@ class PlanConstraints:
             errors could turn the choice, and plans again: see docs/search.md. Under a launcher
             `autopar.parallelize` measures on rank 0, and takes what rank 0's disk has.
         measure_seconds: longest time that ``cost="auto"`` takes to time operations, second; 0 for none, so that only
-            times count that are on disk. By default the number in AUTOPAR_MEASURE_SECONDS, or 30.
+            times count that are on disk. By default the number in AUTOPAR_MEASURE_SECONDS, or 30. A trace of the model
+            that has begun ends first, which may take longer.
         solver_seconds: time limit for proving a bound of the cuts and finding better ones, second.
 
     Raises:
@@ -89,7 +90,10 @@ class PlanConstraints:
         check_choice("recompute", self.recompute, ("none", "all", "auto"))
         check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
         check_choice("cost", self.cost, get_args(CostSource))
-        check_seconds("measure_seconds", self.measure_seconds)
+        seconds = self.measure_seconds
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 <= seconds < inf):
+            raise UsageError(f"measure_seconds={seconds!r} must be a number of seconds of at least 0.")
         if self.measure_seconds is not None and self.cost != "auto":
             takes = "measures nothing" if self.cost == "analytic" else "takes as long as it needs"
             raise UsageError(
@@ -122,13 +126,6 @@ def check_positive(name: str, number: object) -> None:
     """Raise a UsageError unless a number is None or above 0."""
     if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
         raise UsageError(f"{name}={number!r} must be a number above 0.")
-
-
-def check_seconds(name: str, number: object) -> None:
-    """Raise a UsageError unless a number is None or a finite one of at least 0."""
-    if number is None or (isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < inf):
-        return
-    raise UsageError(f"{name}={number!r} must be a number of seconds of at least 0.")
 
 
 def check_switch(name: str, value: object) -> None:

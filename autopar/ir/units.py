@@ -60,3 +60,8 @@ def of_type(thing: object) -> str:
 def plural(number: int, noun: str, ending: str = "s") -> str:
     """``1 stage``, ``4 stages``."""
     return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def first_few(texts: Sequence[str], limit: int) -> str:
+    """The first texts, and the number of the others: ``a, b and 3 more``."""
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -19,7 +19,6 @@ from autopar.ir.layout import REPLICATED
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.ops.collectives import on
-from autopar.runtime.checkpoint.deferred import CheckpointModule, import_checkpoint
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
@@ -60,19 +59,17 @@ class Rank:
         tensors: Mapping[str, torch.Tensor],
         transport: Transport,
         axes: Mapping[str, str] = NO_AXES,
-        checkpoint: Callable[[], CheckpointModule] = import_checkpoint,
         timeout_seconds: float = inf,
     ) -> None:
         """Take ownership of ``tensors``, this rank's parts of its weights by name.
 
         Args:
             axes: key in `autopar.ops.collectives` of each mesh axis's communicator.
-            checkpoint: imports the module that saves and loads checkpoints.
             timeout_seconds: longest wait for a step on the GPU, but see `StepLimit`.
         """
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
-        self.spec, self.axes, self.checkpoint = spec, axes, checkpoint
+        self.spec, self.axes = spec, axes
         self.transport, self.flag_recorder = transport, FlagRecorder(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
@@ -385,6 +382,8 @@ class Rank:
                 self.weights[name].copy_(tensor)
         self.compute_params.invalidate()
 
+    # A worker's start does not import torch.distributed.checkpoint: it takes 0.7 of the 2.8 s of a start's imports.
+
     @property
     def checkpoint_group(self) -> Any:
         """Process group of all ranks for saves and loads; None for a single rank."""
@@ -392,20 +391,26 @@ class Rank:
 
     def save_checkpoint(self, folder: str, header: Header, keep: int) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; returns the error if it failed on any rank."""
+        from autopar.runtime.checkpoint import save_load
+
         self.gather_weights()
-        return self.checkpoint().save(self, folder, header, keep)
+        return save_load.save(self, folder, header, keep)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
         """Header of a checkpoint that this rank can read, or the error. Each file is checked by one of the ranks."""
-        return self.checkpoint().inspect(folder, self.spec.rank, self.mesh.devices)
+        from autopar.runtime.checkpoint import save_load
+
+        return save_load.inspect(folder, self.spec.rank, self.mesh.devices)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
         """Load a checkpoint; returns the changed optimizer options, or the error if it failed on any rank."""
+        from autopar.runtime.checkpoint import save_load
+
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer's tensors are replaced
         self.has_pending_grads = False
         self.gather_weights()  # allocates the memory that the checkpoint is read into
-        result = self.checkpoint().load(self, folder, header)
+        result = save_load.load(self, folder, header)
         self.compute_params.invalidate()
         if not isinstance(result, CheckpointError):
             self.buffers_diverged = False  # all replicas have the first one's buffers now

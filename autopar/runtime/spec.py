@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.ir.mesh import Mesh, Place
+from autopar.ir.mesh import MESH_AXES, Mesh, Place
 from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 from autopar.ir.program import Program
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
@@ -124,22 +124,22 @@ class RankSpec:
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
         """Ranks of this rank's pipeline, by stage position."""
-        return pipeline_ranks(self.mesh, self.place)
+        return self.mesh.group(self.rank, "pp")
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the same part of the same stage, by replica."""
-        return replica_ranks(self.mesh, self.place)
+        return self.mesh.group(self.rank, "dp")
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
         """Ranks of this tensor-parallel group, by shard."""
-        return shard_ranks(self.mesh, self.place)
+        return self.mesh.group(self.rank, "tp")
 
     @property
     def channels(self) -> tuple[tuple[int, int, int], ...]:
         """(src, dst, channel index) of all rank pairs that exchange tensors; equal on all ranks."""
-        lines = {pipeline_ranks(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
+        lines = [self.mesh.group(rank, "pp") for rank in self.mesh.ranks(0)]
         pp = self.mesh.pp
         return tuple(
             sorted(
@@ -154,12 +154,11 @@ class RankSpec:
     def collective_groups(self) -> tuple[tuple[int, ...], ...]:
         """Rank sets of at least two that run collectives; equal on all ranks.
 
-        They are all ranks, the replicas of one part, the shards of one group, and the holders of a tied weight.
+        They are all ranks, those of each axis of the mesh, and the holders of a tied weight.
         """
-        sets = {tuple(range(self.mesh.devices))}
-        for place in map(self.mesh.place, range(self.mesh.devices)):
-            line = pipeline_ranks(self.mesh, place)
-            sets |= {replica_ranks(self.mesh, place), shard_ranks(self.mesh, place)}
+        every = range(self.mesh.devices)
+        sets = {tuple(every), *(self.mesh.group(rank, axis) for rank in every for axis in MESH_AXES)}
+        for line in (self.mesh.group(rank, "pp") for rank in self.mesh.ranks(0)):
             sets |= {tuple(line[position] for position in positions) for positions in self.holders.values()}
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
@@ -181,21 +180,6 @@ class RankSpec:
         split = any(s.axis == TP for s in self.layout(name).splits)
         positions = self.holders.get(name, (self.place.stage,))
         return positions[0] == self.place.stage and (split or self.place.shard == 0)
-
-
-def pipeline_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """Ranks of one replica and shard, by pipeline position."""
-    return tuple(mesh.rank(Place(stage, place.replica, place.shard)) for stage in range(mesh.pp))
-
-
-def replica_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """Ranks of one stage and shard, by replica."""
-    return tuple(mesh.rank(Place(place.stage, replica, place.shard)) for replica in range(mesh.dp))
-
-
-def shard_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """Ranks of one stage and replica, by shard."""
-    return tuple(mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp))
 
 
 def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
-
-from autopar.errors import ScheduleError
+from typing import Literal, TypeAlias
 
 ActionKind = Literal["F", "B"]
 
-ACTION = re.compile(rf"(0|[1-9][0-9]*)([{''.join(get_args(ActionKind))}])(0|[1-9][0-9]*)")
-ROW = re.compile(r"\s*rank (0|[1-9][0-9]*):")
 GRID_CELLS = 24
 
 
@@ -34,55 +29,8 @@ class Action:
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
-    @staticmethod
-    def parse(text: str) -> Action:
-        """The action that prints as ``text``.
-
-        Raises:
-            ScheduleError: the text is no action.
-        """
-        match = ACTION.fullmatch(text)
-        if match is None:
-            raise ScheduleError(
-                f"{text!r} is no action. Write chunk, F or B, microbatch: 2F0 is the forward of chunk 2, microbatch 0."
-            )
-        chunk, kind, microbatch = match.groups()
-        return Action("F" if kind == "F" else "B", int(chunk), int(microbatch))
-
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """The whole schedule as text, a line per rank: ``rank 0: 0F0 0F1 0B0 0B1``."""
-    return "\n".join(" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(schedule))
-
-
-def parse_schedule(text: str) -> Schedule:
-    """The schedule that `format_schedule` printed; blank lines and extra spaces are ignored.
-
-    Raises:
-        ScheduleError: a line does not start with its rank, or a word is no action; names line and column.
-    """
-    rows: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        head = ROW.match(line)
-        if head is None or int(head[1]) != len(rows):
-            raise ScheduleError(
-                f"Cannot read the schedule at line {number}, column 1: {line[:20]!r} does not start with "
-                f"'rank {len(rows)}:'. Write one line per rank, in order: rank 0: 0F0 0F1 0B0 0B1"
-            )
-        rows.append(tuple(_parse_action(word, number) for word in re.compile(r"\S+").finditer(line, head.end())))
-    return tuple(rows)
-
-
-def _parse_action(word: re.Match[str], line: int) -> Action:
-    try:
-        return Action.parse(word[0])
-    except ScheduleError as error:
-        raise ScheduleError(f"Cannot read the schedule at line {line}, column {word.start() + 1}: {error}") from error
 
 
 def format_grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:

@@ -78,7 +78,7 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
     Source: Megatron-LM's batched isend and irecv (send_forward_recv_backward and its relatives).
     """
     links = Links.of(edges, num_chunks)
-    where = _grid_cells(schedule)
+    where = {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
     peers: dict[GridCell, list[tuple[GridCell, Transfer]]] = defaultdict(list)
     for action, (rank, index) in where.items():
         for taker in links.after(action):
@@ -122,10 +122,6 @@ def in_flight_counts(row: Sequence[Action]) -> tuple[int, ...]:
 
 def _fail(words: str, schedule: Schedule, marked: Collection[GridCell]) -> NoReturn:
     raise ScheduleError(f"{words}\n{format_grid(schedule, marked)}")
-
-
-def _grid_cells(schedule: Schedule) -> dict[Action, GridCell]:
-    return {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
 
 
 def _check_each_once(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Ref, Value, contiguous_strides, refs, renamed
+from autopar.ir.graph import Graph, Op, Ref, Value, dense_strides, refs, renamed
 from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout
 from autopar.ir.names import unused_name
 from autopar.sharding.localise import localised, ragged_part
@@ -125,7 +125,7 @@ class Builder:
         unique = unused_name(f"{name}.{step.name}", self.used_names)
         self.used_names.add(unique)
         shape = layout.local_shape(self.graph.shapes[name], self.ranks, self.index)
-        stride = source.stride if step.name in UNCOPIED else contiguous_strides(shape)
+        stride = source.stride if step.name in UNCOPIED else dense_strides(shape, range(len(shape)))
         result = Value(unique, shape, source.dtype, stride, source.requires_grad)
         op = Op(unique, f"autopar.{step.name}.default", (Ref(current), *step.args),
                 self.ragged_arguments(name, made, layout), (result,), home.module,

@@ -24,7 +24,10 @@ def drop_trivial_masks(ops: Iterable[Op]) -> list[Op]:
     makers = {op.name: op for op in ops}
     constants = dict.fromkeys(maybe_written(ops, makers))
     return [
-        without_mask(op) if op.target == ATTENTION and has_trivial_mask(op, makers, constants) else op for op in ops
+        replace(op, args=(*op.args[:MASK], None, *op.args[MASK + 1 :]))
+        if op.target == ATTENTION and has_trivial_mask(op, makers, constants)
+        else op
+        for op in ops
     ]
 
 
@@ -35,11 +38,6 @@ def has_trivial_mask(op: Op, makers: Mapping[str, Op], known: dict[str, torch.Te
         return False
     tensor = constant_value(mask.name, makers, known)
     return tensor is not None and tensor.dtype == torch.bool and bool(tensor.all())
-
-
-def without_mask(op: Op) -> Op:
-    """An attention with None in place of its mask."""
-    return replace(op, args=(*op.args[:MASK], None, *op.args[MASK + 1 :]))
 
 
 def maybe_written(ops: Iterable[Op], makers: Mapping[str, Op]) -> set[str]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 from torch import nn
 
-from autopar.errors import FrozenNumberWarning, TraceError
+from autopar.errors import FrozenNumberWarning, TraceError, caller_level
 from autopar.ir.graph import Graph
 
 # By the path of a module and the attribute's name.
@@ -98,5 +98,5 @@ def warn_of_counters(name: str, before: Numbers, after: Numbers, counters: Seque
         "trace keeps the value that it saw for all steps. Make it a buffer and compute with tensors, or pass it "
         "as an input.",
         FrozenNumberWarning,
-        stacklevel=2,
+        stacklevel=caller_level(),
     )

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.api.caller import caller_level
 from autopar.api.options import Options
 from autopar.cost.hardware.load import load_hardware
-from autopar.errors import UsageError
+from autopar.errors import UsageError, caller_level
 from autopar.ir.hardware import Hardware
 from autopar.ir.units import BYTES, text
 from autopar.runtime.launch.devices import Machine, RankDevice, default_hardware_name

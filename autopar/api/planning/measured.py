@@ -9,16 +9,16 @@ from functools import cache
 
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply_strategies, sorted_labels
 from autopar.api.planning.error_band import narrowing
-from autopar.api.planning.undecided import ConfigRegion, RegionPrices, rivals_of
+from autopar.api.planning.undecided import ConfigRegion, RegionPrices, measured_ops, rivals_of
 from autopar.cost.ops.op_cost import MeasuredRegions
-from autopar.errors import MeasuringWarning, TraceError
+from autopar.errors import MeasuringWarning, TraceError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Measuring
 from autopar.ir.units import plural
 from autopar.measure.regions.cache import RegionTimes
-from autopar.measure.regions.region_times import RegionTimer, WantedRegion, have_same_ops
+from autopar.measure.regions.region_times import RegionTimer, WantedRegion, cache_key, have_same_ops
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
 from autopar.solve.result.alternatives import mesh_label
 from autopar.solve.result.make_plan import Decision, Setting
@@ -58,7 +58,7 @@ def plan_with_measurements(costs: PlanCosts, search: Callable[..., Plan], timer:
         f"After {MAX_ROUNDS} measurements of {plan.model.name} the search still finds others to make: this plan is "
         "priced by those that were most like it.",
         MeasuringWarning,
-        stacklevel=2,
+        stacklevel=caller_level(),
     )
     return plan
 
@@ -81,8 +81,21 @@ def time_operations(costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer
     graph = costs.timed(dict(config.labels), config.tp).graph
     sharded = f", split over {config.tp} ranks" if config.tp > 1 else ""
     what = f"{costs.graph.model} with {plural(config.size, 'sample')}{sharded}"
-    region_times = timer.times(graph, config.tp, config.size, lambda: graph_at_size(costs, config, retrace), what)
-    return [(ops, times.forward_seconds, times.backward_seconds) for ops, times in region_times]
+    samples = costs.graph.batch
+    regions = tuple(timed_regions(graph))
+
+    @cache
+    def at_size() -> Sequence[TimedRegion]:
+        sized = tuple(timed_regions(graph_at_size(costs, config, retrace))) if config.size != samples else regions
+        assert have_same_ops(regions, sized), "the graph has other regions at another batch size"
+        return sized
+
+    keys = [cache_key(region, config.tp, samples, config.size) for region in regions]
+    wanted = {
+        key: WantedRegion(key, config.tp, config.size, lambda number=number: at_size()[number])
+        for number, key in enumerate(keys)
+    }
+    return measured_ops(regions, keys, timer.times(list(wanted.values()), what))
 
 
 def graph_at_size(costs: PlanCosts, config: MeasuredConfig, retrace: Retrace) -> Graph:
@@ -124,7 +137,7 @@ def plan_where_undecided(
         unknown = dict.fromkeys(key for config in choice.configs for key in prices.keys(config) if key not in times)
         earlier = {key: known for key in unknown if (known := timer.cache.get(key)) is not None}
         wanted = [at_size(region) for region in choice.regions if region.key in unknown.keys() - earlier.keys()]
-        made = {**earlier, **timer.time_in_order(wanted, costs.graph.model)}
+        made = {**earlier, **timer.times(wanted, costs.graph.model)}
         regions |= earlier.keys() | {region.key for region in choice.regions}
         if not any(made.values()):
             break
@@ -163,7 +176,7 @@ def regions_at_size(costs: PlanCosts, prices: RegionPrices, retrace: Retrace) ->
         if have_same_ops(known, found):
             return found
         what = f"{costs.graph.model} with {plural(config.size, 'sample')} {problem}"
-        warnings.warn(f"{what}: priced by the cost model.", MeasuringWarning, stacklevel=2)
+        warnings.warn(f"{what}: priced by the cost model.", MeasuringWarning, stacklevel=caller_level())
         return ()
 
     def at_size(region: ConfigRegion) -> WantedRegion:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.caller import caller_level
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts
@@ -21,7 +20,7 @@ from autopar.api.planning.error_band import step_parts, total_error
 from autopar.api.planning.measured import plan_where_undecided, plan_with_measurements
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
-from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
+from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_mismatch, microbatch_size
@@ -228,7 +227,8 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
         plan = replace(plan, hardware=priced, solver=replace(plan.solver, other_meshes=None))
     parts = step_parts(setting, costs, decisions[-1], source)
     plan = replace(plan, prediction=replace(plan.prediction, error=total_error(parts), parts=parts))
-    warn_of_microbatches(plan, options)
+    if changed := microbatch_mismatch(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size):
+        warnings.warn(changed, MicrobatchWarning, stacklevel=caller_level())
     warn_of_ops_without_rule(plan, graph)
     precision = options.precision or model_precision(graph)
     return replace(plan, precision=precision, reduce_dtype=options.reduce_dtype)
@@ -264,13 +264,6 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
     if options.microbatch_size or options.microbatches:
         return min(share, options.microbatch_size or microbatch_size(share, options.microbatches or 1))
     return min(share, 8 * max(1, share // (32 * devices)))
-
-
-def warn_of_microbatches(plan: Plan, options: Options) -> None:
-    """Warn if the plan's microbatches differ from those that were asked for."""
-    changed = microbatch_mismatch(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
-    if changed:
-        warnings.warn(changed, MicrobatchWarning, stacklevel=caller_level())
 
 
 def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:

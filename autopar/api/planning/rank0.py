@@ -81,9 +81,11 @@ def plan_on_rank0(
 
 def rank_report(rank: int, request: PlanRequest, graph: Graph, machine: Machine, user_plan: Plan | None) -> RankReport:
     """This rank's report."""
+    shared = [f.name for f in fields(Options) if f.name not in OWN_OPTIONS]  # which all ranks must have alike
+    options = [f"{name} {value_text(getattr(request.options, name))}" for name in shared]
     return RankReport(
         versions=(f"autopar {__version__}", f"torch {torch.__version__}"),
-        arguments=(f"backend {machine.backend}", *call_texts(request.call), *option_texts(request.options)),
+        arguments=(f"backend {machine.backend}", *call_texts(request.call), *options),
         plan=() if user_plan is None else tuple(re.split("; |, ", user_plan.decision)),
         model=graph.fingerprint,
         device=machine.rank_device(rank, request.devices),
@@ -98,11 +100,6 @@ def call_texts(call: Call) -> list[str]:
         else f"input {number} {value_text(leaf)}"
         for number, leaf in enumerate(call.leaves)
     ]
-
-
-def option_texts(options: Options) -> list[str]:
-    """Names and values of the options that all ranks must have alike."""
-    return [f"{f.name} {value_text(getattr(options, f.name))}" for f in fields(Options) if f.name not in OWN_OPTIONS]
 
 
 def check_reports(reports: Sequence[RankReport]) -> None:

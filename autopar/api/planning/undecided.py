@@ -166,14 +166,8 @@ class RegionPrices:
         return found
 
     def measured(self, config: MeasuredConfig, times: Mapping[str, RegionTimes | None]) -> MeasuredRegions:
-        """Times of the operations of those regions of a configuration that have times.
-
-        Args:
-            times: by key.
-        """
-        regions = zip(self.keys(config), self.timed_regions(config), strict=True)
-        found = ((region.ops, times.get(key)) for key, region in regions)
-        return [(ops, own.forward_seconds, own.backward_seconds) for ops, own in found if own is not None]
+        """As `measured_ops`, of a configuration's regions."""
+        return measured_ops(self.timed_regions(config), self.keys(config), times)
 
     def keys(self, config: MeasuredConfig) -> Sequence[str]:
         """Names in the cache of a configuration's regions, in order."""
@@ -186,3 +180,16 @@ class RegionPrices:
         if key not in self.cut:
             self.cut[key] = tuple(timed_regions(self.costs.timed(dict(config.labels), config.tp).graph))
         return self.cut[key]
+
+
+def measured_ops(
+    regions: Sequence[TimedRegion], keys: Sequence[str], times: Mapping[str, RegionTimes | None]
+) -> MeasuredRegions:
+    """Operations of those regions that have times, with their seconds.
+
+    Args:
+        keys: of the regions.
+        times: by key.
+    """
+    found = ((region.ops, times.get(key)) for region, key in zip(regions, keys, strict=True))
+    return [(ops, own.forward_seconds, own.backward_seconds) for ops, own in found if own is not None]

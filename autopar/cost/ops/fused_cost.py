@@ -32,9 +32,13 @@ def fused_seconds(op: Op, traffic: Traffic, num_bytes: Callable[[str], float], h
     flops, kernel_bytes = traffic.arithmetic
     if flops:
         elements = num_bytes(op.outputs[0].name) / DTYPE_BYTES[op.outputs[0].dtype]
-        computing = flops / hardware.peak_flops["float32"]
-        seconds += elements * max(0.0, computing - hardware.traffic_seconds(kernel_bytes))
+        seconds += elements * arithmetic_seconds(flops, kernel_bytes, hardware)
     return seconds
+
+
+def arithmetic_seconds(flops: float, num_bytes: float, hardware: Hardware) -> float:
+    """Seconds by which float32 arithmetic in a kernel outlasts the traffic of its bytes."""
+    return max(0.0, flops / hardware.peak_flops["float32"] - hardware.traffic_seconds(num_bytes))
 
 
 def column_sum_seconds(num_bytes: float, hardware: Hardware) -> float:

@@ -17,8 +17,7 @@ from autopar.errors import UsageError, WorkerError
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import Case
 from autopar.measure.machine.collectives import CONTROL_BACKEND, TIMEOUT
-from autopar.measure.machine.points import MeasuredPoint
-from autopar.measure.machine.resume import append_point, save_points
+from autopar.measure.machine.points import MeasuredPoint, append_point, save_points
 from autopar.measure.machine.worker import measure_cases
 from autopar.measure.workers import WorkerContext
 from autopar.runtime.comm.protocols import TransportError

@@ -9,8 +9,7 @@ from pathlib import Path
 from autopar.errors import WorkerError
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.points import MeasuredPoint
-from autopar.measure.machine.resume import append_point, save_points
+from autopar.measure.machine.points import MeasuredPoint, append_point, save_points
 from autopar.measure.workers import WorkerLimits, run_workers
 
 LIMIT_SECONDS = 300.0  # for one case, or for the start

@@ -22,8 +22,7 @@ from autopar.measure.machine.collectives import (
     communication_op_counts,
     time_communication,
 )
-from autopar.measure.machine.kernels import kernel_runs
-from autopar.measure.machine.launch_overhead import time_launch
+from autopar.measure.machine.kernels import kernel_runs, time_launch
 from autopar.measure.machine.measure import ProfileTask
 from autopar.measure.machine.points import MeasuredPoint, OpCounts
 from autopar.measure.timer import Timing, time_kernels

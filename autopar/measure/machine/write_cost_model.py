@@ -14,7 +14,6 @@ from autopar.errors import HardwareError
 from autopar.ir.units import plural
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.constants import Constant
-from autopar.measure.machine.fit_constants import fit
 from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
 from autopar.measure.machine.preserved import PreservedSections, field_text
 
@@ -81,7 +80,7 @@ def cost_model_text(
         "[raw]",
     ]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
-    lines += ["points = [", *(f"  {point_text(point)}," for point in raw.points), "]", ""]
+    lines += ["points = [", *(f"  {field_text(point_data(point))}," for point in raw.points), "]", ""]
     return "\n".join(lines)
 
 
@@ -128,11 +127,6 @@ def value_text(constant: Constant) -> str:
     return f"{value:,.4g} {'' if unit == '1' else unit}".rstrip()
 
 
-def point_text(point: MeasuredPoint) -> str:
-    """A TOML inline table with a point's record."""
-    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in point_data(point).items())} }}"
-
-
 def raw_points(path: Path) -> RawMeasurements | None:
     """The points in a cost-model file; None if `autopar profile` did not write it.
 
@@ -150,15 +144,3 @@ def raw_points(path: Path) -> RawMeasurements | None:
             f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file again with "
             "`autopar profile`."
         ) from error
-
-
-def refit(path: Path) -> tuple[Constant, ...]:
-    """Constants fitted to the points in a cost-model file.
-
-    Raises:
-        HardwareError: the file has no points, or they cannot be read.
-    """
-    raw = raw_points(path)
-    if raw is None:
-        raise HardwareError(f"{path} has no points to fit: raw.points is missing. Measure with `autopar profile`.")
-    return fit(raw.points, raw.setting)

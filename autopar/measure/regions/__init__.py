@@ -4,9 +4,7 @@ Input: a graph of one rank. Output: names of operations with their `RegionTimes`
 
 Files in reading order:
     timed_regions.py        a graph as regions under anonymous names, so that equal blocks are timed once
-    timing.py               forward and backward of one region; null_communicator.py replaces its peers
+    timing.py               a worker process: forward and backward of each region
     cache.py                times on disk, in one folder per setting
-    source.py               digest of the code that times depend on, a part of the setting
-    worker.py               times regions in a process; task.py is its payload
-    region_times.py         `RegionTimer`: the cache first, then worker processes; progress.py shows them
+    region_times.py         `RegionTimer`: the cache first, then worker processes; their progress on stderr
 """

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from autopar.errors import CacheWarning, UsageError
+from autopar.errors import CacheWarning, UsageError, caller_level
 
 FOLDER_VARIABLE = "AUTOPAR_CACHE"
 SETTING = "setting.txt"
@@ -81,7 +81,7 @@ class TimesCache:
             )
             with suppress(OSError):  # another user's, in a folder that keeps files of others
                 path.unlink()
-        warnings.warn(problem, CacheWarning, stacklevel=2)
+        warnings.warn(problem, CacheWarning, stacklevel=caller_level())
         return None
 
     def put(self, name: str, times: RegionTimes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from math import inf, nan
 from time import monotonic
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.errors import MeasuringWarning, UsageError, WorkerError
-from autopar.ir.graph import Graph
+from autopar.errors import MeasuringWarning, UsageError, WorkerError, caller_level
 from autopar.ir.hardware import Hardware
 from autopar.ir.plan_parts import CostSource
 from autopar.ir.program import Program
@@ -20,21 +22,18 @@ from autopar.ir.units import percent, plural
 from autopar.measure.device import RegionSetting, region_setting
 from autopar.measure.machine.points import MAX_STEADY_SPREAD
 from autopar.measure.regions.cache import RegionTimes, TimesCache, cache_folder, digest
-from autopar.measure.regions.progress import RegionProgressBar
-from autopar.measure.regions.task import RegionTask
-from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
+from autopar.measure.regions.timed_regions import RegionTask, TimedRegion
 from autopar.measure.workers import WorkerLimits, run_workers
 from autopar.runtime.launch.devices import describes
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-WORKER = "autopar.measure.regions.worker:run"
+WORKER = "autopar.measure.regions.timing:run"
 LIMIT_SECONDS = 600.0  # for one region, compilation included
-MAX_FAILURES = 3  # processes that fail before no more are started for `time_in_order`
+MAX_FAILURES = 3  # processes that fail within a budget, before no more are started
 BUDGET_VARIABLE = "AUTOPAR_MEASURE_SECONDS"
 BUDGET_SECONDS = 30.0  # of cost="auto"
 
 ProgressCallback = Callable[[int, int, str], None]  # (regions done, regions in all, description)
-MeasuredRegions = Sequence[tuple[tuple[str, ...], RegionTimes]]  # names of each region's operations, and its times
 SizedProgram = tuple[Program, int]  # a region traced with the samples that are timed, and its tensor-parallel ranks
 
 
@@ -56,10 +55,11 @@ class WantedRegion:
 
 
 class RegionTimer:
-    """Times of graphs in one setting.
+    """Times of regions in one setting.
 
     Args:
-        budget_seconds: time that all calls of `time_in_order` may take together.
+        budget_seconds: time that all calls of `times` may take together. Without a limit every region is to be timed:
+            a failure is an error, and times that lie apart count.
     """
 
     def __init__(
@@ -73,77 +73,26 @@ class RegionTimer:
         """Time that is left of the budget."""
         return max(0.0, self.budget_seconds - self.spent_seconds)
 
-    def times(self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str) -> MeasuredRegions:
-        """Times of a graph's regions with ``size`` samples, except for regions that do not fit in memory.
+    def times(self, wanted: Sequence[WantedRegion], what: str) -> Mapping[str, RegionTimes | None]:
+        """Times of the first regions, as many as the budget allows, by `WantedRegion.key`: those on disk, or measured.
+
+        Regions have None that cannot be traced or do not fit in memory. Within a budget, so have regions that fail, or
+        whose times lie apart; a `MeasuringWarning` counts them. Times are put on disk unless they lie apart.
+        Tracing with other samples counts as measuring. So that it does not take all of the time, the regions that are
+        traced in the first half of what is left are timed before more are traced. A trace that has begun ends.
 
         Args:
-            graph: traced with any number of samples.
-            ranks: of its tensor-parallel axis.
-            at_size: traces the graph with ``size`` samples.
-            what: the graph in words, for the progress.
+            what: the regions in words, for progress and warnings.
         Raises:
-            WorkerError: a worker process failed; regions measured before that are in the cache.
+            WorkerError: a process failed, without a budget; times that were measured before are on disk.
+            UsageError: times cannot be written to disk, without a budget.
         """
-        regions = tuple(timed_regions(graph))
-        keys = [cache_key(region, ranks, graph.batch, size) for region in regions]
-        times_by_key = {key: self.cache.get(key) for key in dict.fromkeys(keys)}
-        if not all(times_by_key.values()):
-            sized_regions = regions if graph.batch == size else tuple(timed_regions(at_size()))
-            assert have_same_ops(regions, sized_regions), "the graph has other regions at another batch size"
-            sized_keys = [cache_key(region, ranks, size, size) for region in sized_regions]
-            programs = {key: (region.program, ranks) for key, region in zip(sized_keys, sized_regions)}
-            times = {key: found for key in programs if (found := self.cache.get(key)) is not None}
-            missing = {key: program for key, program in programs.items() if key not in times}
-            times |= self.measure(missing, what)
-            for key, sized_key in zip(keys, sized_keys):
-                times_by_key[key] = times.get(sized_key)
-                if key != sized_key:
-                    self.keep(key, times_by_key[key])
-        return [(r.ops, times) for r, key in zip(regions, keys) if (times := times_by_key[key]) is not None]
-
-    def measure(self, programs: Mapping[str, SizedProgram], what: str) -> Mapping[str, RegionTimes]:
-        """Times by key of programs that the cache does not have; without those that do not fit in memory.
-
-        Raises:
-            WorkerError: as `times`.
-        """
-        measured: dict[str, RegionTimes | None] = {}
-        failure = self.measure_programs(programs, self.keeping(measured), what)
-        if failure:
-            raise WorkerError(
-                f"{failure} What was measured before is kept in {self.cache.folder}. Plan again, or with "
-                "cost='analytic' (--cost analytic)."
-            )
-        warn_of_times(measured, what)
-        return {key: times for key, times in measured.items() if times is not None}
-
-    def keeping(self, measured: dict[str, RegionTimes | None]) -> Callable[[str, RegionTimes | None], None]:
-        """A callback that puts times into a dict and into the cache."""
-
-        def keep(key: str, times: RegionTimes | None) -> None:
-            self.keep(key, times)
-            measured[key] = times
-
-        return keep
-
-    def keep(self, key: str, times: RegionTimes | None) -> None:
-        """Put times into the cache, unless something else used the device."""
-        if times is not None and not is_unsteady(times):
-            self.cache.put(key, times)
-
-    def time_in_order(self, wanted: Sequence[WantedRegion], what: str) -> Mapping[str, RegionTimes | None]:
-        """Times of the first regions, as many as the budget allows, by `WantedRegion.key`.
-
-        Regions have None that cannot be traced, do not fit in memory, fail, or have times that lie apart; a
-        `MeasuringWarning` counts the last three. All times that are returned are in the cache, for the next plan.
-        Tracing with other samples counts as measuring. So that it does not take all of the time, the regions that are
-        traced in the first half of what is left are timed before more are traced.
-        """
-        if not wanted:
-            return {}
         start = monotonic()
-        deadline, waiting = start + self.left_seconds, list(wanted)
-        found: dict[str, RegionTimes | None] = {}
+        deadline = start + self.left_seconds
+        found: dict[str, RegionTimes | None] = {
+            region.key: known for region in wanted if (known := self.cache.get(region.key)) is not None
+        }
+        waiting = [region for region in wanted if region.key not in found]
         measured: dict[str, RegionTimes | None] = {}  # by the key of the region at its size
         failures: list[str] = []
         try:
@@ -164,13 +113,22 @@ class RegionTimer:
                 failures += self.measure_until(programs, measured, what, deadline)
                 for key, sized_key in sized_keys.items():
                     if sized_key in measured:
-                        self.keep(key, measured[sized_key])
                         found[key] = measured[sized_key]
-        except UsageError as error:  # the cache cannot be written to
-            warnings.warn(str(error), MeasuringWarning, stacklevel=2)
+                        self.keep(key, found[key])
+        except UsageError as error:
+            if self.budget_seconds == inf:
+                raise
+            warnings.warn(str(error), MeasuringWarning, stacklevel=caller_level())
         self.spent_seconds += monotonic() - start
-        warn_of_times(measured, what, failures, are_used=False)
+        warn_of_times(measured, what, failures, are_used=self.budget_seconds == inf)
+        if self.budget_seconds == inf:
+            return found
         return {key: None if is_unsteady(times) else times for key, times in found.items()}
+
+    def keep(self, key: str, times: RegionTimes | None) -> None:
+        """Put times into the cache, unless something else used the device."""
+        if times is not None and not is_unsteady(times):
+            self.cache.put(key, times)
 
     def measure_until(
         self, programs: Mapping[str, SizedProgram], measured: dict[str, RegionTimes | None], what: str, deadline: float
@@ -178,11 +136,24 @@ class RegionTimer:
         """Time programs in order until the deadline of the clock; returns a line for each that failed.
 
         A process that fails takes no other region with it: the next process begins after the region that failed.
+
+        Raises:
+            WorkerError: as `times`.
         """
+
+        def keep(key: str, times: RegionTimes | None) -> None:
+            self.keep(key, times)
+            measured[key] = times
+
         failures: list[str] = []
         waiting = dict(programs)
         while waiting and (left := deadline - monotonic()) > 0 and len(failures) < MAX_FAILURES:
-            failure = self.measure_programs(waiting, self.keeping(measured), what, left)
+            failure = self.measure_programs(waiting, keep, what, left)
+            if failure and self.budget_seconds == inf:
+                raise WorkerError(
+                    f"{failure} What was measured before is kept in {self.cache.folder}. Plan again, or with "
+                    "cost='analytic' (--cost analytic)."
+                )
             if failure:
                 failures.append(failure)
                 measured[next(key for key in waiting if key not in measured)] = None
@@ -194,7 +165,7 @@ class RegionTimer:
         programs: Mapping[str, SizedProgram],
         keep: Callable[[str, RegionTimes | None], None],
         what: str,
-        limit_seconds: float = inf,
+        limit_seconds: float,
     ) -> str:
         """Time programs in as many simultaneous processes as the setting says, and call ``keep`` with each result.
 
@@ -204,8 +175,6 @@ class RegionTimer:
         Returns:
             A sentence if a process failed, or took too long for one program; else an empty text.
         """
-        if not programs:
-            return ""
         setting, keys = self.setting, list(programs)
         task = RegionTask(
             tuple(programs.values()), setting.device_type, setting.execution_mode, setting.threads,
@@ -279,7 +248,7 @@ def warn_of_times(
             f"{plural(len(failures), 'region')} of {what} cannot be timed: priced by the cost model. {failures[0]}"
         )
     for message in said:
-        warnings.warn(message, MeasuringWarning, stacklevel=3)
+        warnings.warn(message, MeasuringWarning, stacklevel=caller_level())
 
 
 def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
@@ -358,3 +327,26 @@ def device_mismatch(hardware: Hardware, backend: str | None) -> str:
     if gpu is not None and not describes(hardware, gpu):
         return f"cost model {hardware.name} is of {hardware.device} and here is {gpu}. Use cost='analytic'."
     return ""
+
+
+class RegionProgressBar:
+    """The progress callback of a `RegionTimer`; the bar appears with the first region and disappears after the last."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.bar: Progress | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if not self.console.is_terminal:
+            if done == 0:
+                print(f"timing {plural(total, 'region')} of {what}", file=sys.stderr)
+            return
+        if done == 0:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.bar.start()
+            self.bar.add_task(f"timing {what}", total=total)
+        assert self.bar is not None
+        self.bar.update(self.bar.task_ids[0], completed=done)
+        if done == total:
+            self.bar.stop()

@@ -12,7 +12,9 @@ from typing import Any
 
 from autopar.codegen.regions import numbered_ops, regions_of
 from autopar.ir.graph import Graph, Op, Weight
+from autopar.ir.hardware import ExecutionMode
 from autopar.ir.program import Edge, Program
+from autopar.runtime.launch.torch_settings import TorchSettings
 
 ANY_FRACTION = 0.5  # replaces every number that is not whole: no kernel's time depends on its value
 RANDOM_OP = "autopar.uniform.default"  # one of its arguments is the name of the random operation
@@ -34,6 +36,22 @@ class TimedRegion:
     def text(self) -> str:
         """Text that identifies the program: everything other than the device that its time depends on."""
         return repr(self.program)
+
+
+@dataclass(frozen=True)
+class RegionTask:
+    """Regions that a worker process times, and how it runs them.
+
+    Args:
+        regions: each a program and the number of ranks of its tensor-parallel axis.
+        threads: of each process, on CPU; 0 on GPUs.
+    """
+
+    regions: tuple[tuple[Program, int], ...]
+    device_type: str
+    execution_mode: ExecutionMode
+    threads: int
+    settings: TorchSettings
 
 
 def timed_regions(graph: Graph) -> Iterator[TimedRegion]:

@@ -1,8 +1,11 @@
-"""Times of a region's forward and backward, run as a rank runs them: with compute copies of weights, and gradients
-added to the main gradients."""
+"""One worker process that times regions, forward and backward, alone or together with others on the same machine.
+
+Regions run as a rank runs them: with compute copies of weights, and gradients added to the main gradients.
+"""
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 
 import torch
@@ -14,15 +17,36 @@ from autopar.ir.hardware import ExecutionMode
 from autopar.ir.layout import TP
 from autopar.ir.program import Program
 from autopar.measure.regions.cache import RegionTimes
-from autopar.measure.regions.null_communicator import NullCommunicator
+from autopar.measure.regions.timed_regions import RegionTask
 from autopar.measure.timer import time_sustained
+from autopar.measure.workers import Emit
 from autopar.ops.collectives import register, unregister
+from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 
 AXIS = "measured"
 WEIGHT_STD = 0.02  # standard deviation of weights, as at initialisation
+
+
+def run(task: RegionTask, emit: Emit) -> None:
+    """Emit the `RegionTimes` of each region, in order; None for a region that does not fit in memory."""
+    device = torch.device(task.device_type)
+    task.settings.apply()
+    if device.type == "cpu":
+        torch.set_num_threads(task.threads)
+        disable_malloc_trim()  # as ranks do
+    for program, ranks in task.regions:
+        print(f"{len(program.ops)} operations of {program.batch} samples", flush=True)
+        try:
+            times = time_region(program, ranks, task.execution_mode, device)
+        except torch.OutOfMemoryError:
+            times = None
+        emit(times)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def time_region(program: Program, ranks: int, mode: ExecutionMode, device: torch.device) -> RegionTimes:
@@ -109,3 +133,43 @@ def random_tensor(value: Value, device: torch.device, scale: float = 1.0) -> Ten
     tensor = torch.empty_strided(stored_shape, value.stride, dtype=dtype, device=device)
     numbers = dtype.is_floating_point or dtype.is_complex
     return (tensor.normal_(0.0, scale) if numbers else tensor.fill_(dtype is torch.bool)).expand(value.shape)
+
+
+class NullCommunicator:
+    """Rank 0 of several ranks without peers, whose collectives take no time: the cost model prices them.
+
+    An `autopar.ops.collectives.Communicator`; received tensors are uninitialised.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.rank, self.ranks = 0, ranks
+
+    def reserve(self, num_bytes: int) -> None:
+        """Do nothing: there is no buffer."""
+
+    def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
+        """Leave the tensor as it is."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty((self.ranks, *tensor.shape))
+
+    def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
+        return stacked.new_empty(stacked.shape[1:])
+
+    def all_to_all(self, stacked: Tensor) -> Tensor:
+        return stacked.new_empty(stacked.shape)
+
+    def peer_order(self) -> list[int]:
+        return list(range(1, self.ranks))
+
+    def publish(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty((self.ranks, *tensor.shape))
+
+    def unpublish(self) -> None:
+        """Do nothing: no peer reads the shard."""
+
+    def push_shard(self, rank: int, stacked: Tensor) -> None:
+        """Do nothing: there is no peer."""
+
+    def reduce_pushed(self, stacked: Tensor) -> Tensor:
+        return stacked.new_empty(stacked.shape[1:])

@@ -16,7 +16,6 @@ from autopar.runtime.checkpoint.folder import (
     check_hashes,
     check_sizes,
     is_checkpoint,
-    kept,
     read_header_alone,
 )
 from autopar.runtime.checkpoint.rank_state import EMA, MODEL, Training, state_key
@@ -30,11 +29,6 @@ class Verified:
     folder: Path
     header: Header | None
     fault: str | None
-
-
-def verified_with_kept(folder: Path) -> list[Verified]:
-    """A checkpoint and those that are kept with it, the newest first."""
-    return [verified(checkpoint) for checkpoint in (folder, *kept(folder))]
 
 
 def verified(folder: Path) -> Verified:

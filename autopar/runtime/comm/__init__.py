@@ -14,7 +14,6 @@ Reading order:
     in_process.py             transport between threads of one process
     symmetric_p2p.py          point-to-point through peers' memory
     symmetric_collectives.py  collectives of a mesh axis through peers' memory
-    reduce_buffers.py         buffers for gradients that travel in a narrower dtype
     replica_collectives.py    gradient and weight collectives of the data-parallel replicas
     axis_communicators.py     communicators of the mesh axes
     connect.py                all of these for one rank

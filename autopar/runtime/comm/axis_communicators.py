@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import MESH_AXES, Mesh
 from autopar.ops import collectives
 from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.comm.protocols import TransportError
@@ -87,14 +87,6 @@ def without_bool(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def axis_ranks(mesh: Mesh) -> Mapping[str, list[tuple[int, ...]]]:
-    """Rank sets of each axis with more than one rank, outermost axis first."""
-    sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
-    grid = torch.arange(mesh.devices, device="cpu").view(*sizes.values())
-    rows = {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
-    return {axis: [tuple(ranks) for ranks in sets.tolist()] for axis, sets in rows.items()}
-
-
 def unused_model_name() -> str:
     """First of the names "model 0", "model 1", … under which no axis of this process is registered.
 
@@ -111,11 +103,13 @@ def register_axes(model: str, mesh: Mesh, transport: ProcessGroupTransport) -> M
 
     Args:
         model: part of the keys, which separates models of one process.
-        transport: of this rank, with a process group for every rank set of `axis_ranks`.
+        transport: of this rank, with a process group for every group of the mesh.
     """
     keys = {}
-    for axis, sets in axis_ranks(mesh).items():
-        members = next(ranks for ranks in sets if transport.rank in ranks)
+    for axis in MESH_AXES:
+        members = mesh.group(transport.rank, axis)
+        if len(members) == 1:
+            continue
         rank, buffer = members.index(transport.rank), transport.symmetric_buffer(members)
         keys[axis] = f"{model}.{axis}"
         if buffer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.axis_communicators import axis_ranks, register_axes, unregister, unused_model_name
+from autopar.runtime.comm.axis_communicators import register_axes, unregister, unused_model_name
 from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
@@ -45,10 +44,10 @@ def connect_rank(
     """
     device = torch.device(spec.device)
     assert dist.get_world_size() == spec.mesh.devices
-    rank_sets = [*itertools.chain(*axis_ranks(spec.mesh).values()), *spec.collective_groups]
     transport = ProcessGroupTransport(
-        spec.rank, device, spec.channels, rank_sets, timeout_seconds, spec.transport, spec.checkpoint_seconds
-    )
+        spec.rank, device, spec.channels, spec.collective_groups, timeout_seconds, spec.transport,
+        spec.checkpoint_seconds,
+    )  # fmt: skip
     opened.callback(transport.close)
     keys = register_axes(unused_model_name(), spec.mesh, transport)
     opened.callback(unregister, keys)

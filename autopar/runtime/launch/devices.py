@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, caller_level
 from autopar.ir.hardware import Hardware
 from autopar.ir.network import Network, Port
 from autopar.ir.units import plural
@@ -78,7 +78,7 @@ class Machine:
             warnings.warn(
                 f"Cost model {hardware.name} has no network: links between the {self.launched.num_nodes} nodes are "
                 "priced like those inside one. Pass hardware= with a [network] table.",
-                stacklevel=3,
+                stacklevel=caller_level(),
             )
         return replace(hardware, devices_per_node=self.launched.devices_per_node, network=network)
 
@@ -91,7 +91,7 @@ class Machine:
             warnings.warn(
                 f"Cost model {hardware.name} describes {hardware.device}, and this run has {gpu}: times and memory "
                 "are predicted for the other. Measure this one with `autopar profile` and pass its file as hardware=.",
-                stacklevel=3,
+                stacklevel=caller_level(),
             )
 
 
@@ -179,7 +179,9 @@ def warn_of_idle_nodes(devices: int | None) -> None:
     """Warn if Slurm runs the script once, on the first node of its job, so that the other nodes stay idle."""
     hint, nodes = slurm_hint(), os.environ.get("SLURM_NNODES", "1")
     if hint and nodes != "1":
-        warnings.warn(f"All {devices} devices are on the first of this job's {nodes} nodes.{hint}", stacklevel=4)
+        warnings.warn(
+            f"All {devices} devices are on the first of this job's {nodes} nodes.{hint}", stacklevel=caller_level()
+        )
 
 
 def default_hardware_name(machine: Machine) -> str:
@@ -190,5 +192,7 @@ def default_hardware_name(machine: Machine) -> str:
     for part, cost_model in DEVICE_COST_MODELS.items():
         if part in name:
             return cost_model
-    warnings.warn(f"No cost model for {name}: planning with {DEFAULT_GPU_COST_MODEL}. Pass hardware=.", stacklevel=3)
+    warnings.warn(
+        f"No cost model for {name}: planning with {DEFAULT_GPU_COST_MODEL}. Pass hardware=.", stacklevel=caller_level()
+    )
     return DEFAULT_GPU_COST_MODEL

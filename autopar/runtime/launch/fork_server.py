@@ -97,7 +97,6 @@ class ForkServer:
         *arguments: Any,
         environment: Mapping[str, str],
         files: Sequence[int] = (),
-        stdin: int | None = None,
         stdout: int = 1,
         stderr: int = 2,
     ) -> Process:
@@ -106,12 +105,11 @@ class ForkServer:
         Args:
             target: importable by its name in the new process.
             files: open files that the process inherits, under other numbers.
-            stdin: /dev/null by default.
 
         Raises:
             WorkerError: the server has ended, or cannot fork.
         """
-        streams = [file if file is not None and is_open(file) else None for file in (stdin, stdout, stderr)]
+        streams = [None, *(file if is_open(file) else None for file in (stdout, stderr))]  # no stdin
         umask = os.umask(0o077)  # the only portable way to read the mask
         os.umask(umask)
         mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from autopar.errors import UsageError
+from autopar.ir.units import first_few
 from autopar.runtime.optim.param_groups import options_of
 from autopar.runtime.optim.probe import nested
 from autopar.runtime.rank import Rank
@@ -106,5 +107,4 @@ def only_in(words: Sequence[str], others: Sequence[str]) -> str:
     """First few of the words that are not among ``others``, as one text."""
     known = set(others)
     unique = [word for word in words if word not in known]
-    more = f" and {len(unique) - MAX_NAMED} more" if len(unique) > MAX_NAMED else ""
-    return (", ".join(unique[:MAX_NAMED]) or "nothing else") + more
+    return first_few(unique, MAX_NAMED) or "nothing else"

@@ -10,6 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
+from autopar.errors import caller_level
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.worker import WHERE, Failure, Position
 
@@ -105,7 +106,7 @@ class Replies:
             warnings.warn(
                 f"No rank has replied to {self.name} for {self.first_seconds:.1f} s: "
                 + "; ".join(f"rank {position.rank} is still {position.text}" for position in computing),
-                stacklevel=2,
+                stacklevel=caller_level(),
             )
         return bool(computing) or self.silent < self.channels.keys()
 

@@ -12,8 +12,7 @@ from torch import nn
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.protocols import FlagChannel, Transport
-from autopar.runtime.comm.reduce_buffers import ReduceBuffers, reduce_buffers
-from autopar.runtime.comm.replica_collectives import ReplicaCollectives
+from autopar.runtime.comm.replica_collectives import ReduceBuffers, ReplicaCollectives, reduce_buffers
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler

@@ -83,7 +83,9 @@ def add_to(sums: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tenso
     batched = dict(gradients)
     if dtype != torch.float32:
         for name in [name for name, gradient in gradients.items() if has_kernel(sums[name], gradient)]:
-            add_by_kernel(sums[name], batched.pop(name))
+            from autopar.ops.kernels.accumulate import add
+
+            add(sums[name], batched.pop(name))
     if not batched:
         return
     totals, added = [sums[name] for name in batched], list(batched.values())
@@ -98,9 +100,3 @@ def has_kernel(total: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether the accumulation kernel fits: for large dense CUDA tensors of one shape [...] and memory order."""
     alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
     return alike and gradient.numel() >= MIN_KERNEL_ELEMENTS and HAS_TRITON
-
-
-def add_by_kernel(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    from autopar.ops.kernels.accumulate import add
-
-    add(total, gradient)

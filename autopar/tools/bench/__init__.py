@@ -7,12 +7,12 @@ Files in reading order:
     baselines/              the baselines, and how each trains (registry.py lists them)
     training.py             the interface between baselines and the worker
     task.py                 payload of the worker processes, with model and batch
-    worker.py               builds a baseline and times its steps; rank_result.py is its result
+    worker.py               builds a baseline and times its steps
     outcome.py              runs the workers of one baseline
     run.py                  makes the plans, runs the baselines, collects the rows
     calibration.py          `--calibrate`: predicted against measured, for a plan of every mesh
     by_kernel.py            `--by-kernel`: kernels of a step against the prices of its operations
-    kernel_trace.py, kernel_kinds.py, kernel_rows.py    profile of a step, kinds of kernels, their sums
+    kernel_trace.py, kernel_rows.py                     profile of a step, kinds of kernels, their sums
     priced_ops.py           prices by operation and shapes; priced_kernels.py: of kernels between products
-    bubble.py, flops.py, parts.py, description.py
+    bubble.py, parts.py, description.py
 """

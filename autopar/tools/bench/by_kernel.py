@@ -34,10 +34,9 @@ from autopar.tools.bench.kernel_rows import (
     priced_kinds,
     timeline,
 )
-from autopar.tools.bench.outcome import run_baseline
+from autopar.tools.bench.outcome import RankResult, run_baseline
 from autopar.tools.bench.priced_kernels import PricedKernels, priced_kernels
 from autopar.tools.bench.priced_ops import PricedGraph, PricedOps, priced_graph
-from autopar.tools.bench.rank_result import RankResult
 from autopar.tools.bench.request import BenchRequest, machine_for
 from autopar.tools.bench.run import Bench
 

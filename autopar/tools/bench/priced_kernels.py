@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.fusion.kernel import Direction, FusedKernel
 from autopar.cost.fusion.traffic import element_flops, slowdown, slowed_accesses
+from autopar.cost.ops.fused_cost import arithmetic_seconds
 from autopar.cost.ops.op_cost import Pricing
 from autopar.ir.graph import DTYPE_BYTES
 
@@ -43,15 +44,17 @@ def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[Pr
         members = [ops[name] for name in kernel.ops]
         factor = slowdown(kernel, members, pricing.stats)
         weighted = [(pricing.num_bytes(a.tensor), times) for a, times in slowed_accesses(kernel, members, factor)]
-        flops = [
+        copied = factor * sum(a.times * pricing.num_bytes(a.tensor) for a in kernel.accesses)
+        flops = (
             element_flops(op, kernel.direction) * pricing.num_bytes(v.name) / DTYPE_BYTES[v.dtype]
             for op in members
             for v in op.outputs[:1]
-        ]
+        )
+        arithmetic = sum(arithmetic_seconds(each, copied, hardware) for each in flops)
         key = kernel.direction, tuple(op.target for op in members), tuple(sorted(weighted))
         groups.setdefault(key, []).append(kernel)
         moving = hardware.traffic_seconds(sum(size * times for size, times in weighted))
-        seconds[key] = start + max(moving, max(flops, default=0.0) / hardware.peak_flops["float32"])
+        seconds[key] = start + moving + arithmetic
     rows = (
         PricedKernels(
             name="_".join(("fused", *sorted({target.split(".")[1] for target in key[1]}))),

@@ -61,7 +61,8 @@ def priced_graph(pricing: Pricing) -> PricedGraph:
     groups: dict[tuple, list[Op]] = {}
     for op in pricing.graph.ops:
         if sum_seconds(full_costs[op.name]) > 0:
-            groups.setdefault(shapes_key(op, pricing), []).append(op)
+            key = op.target, row_kind(op, pricing), *shapes(op, pricing)
+            groups.setdefault(key, []).append(op)
     rows = [priced_ops(ops, costs, pricing) for ops in groups.values()]
     pauses = sum(map(sum_seconds, full_costs.values())) - sum(map(sum_seconds, costs.values()))
     return PricedGraph(tuple(sorted(rows, key=lambda row: -row.seconds)), pauses)
@@ -70,11 +71,6 @@ def priced_graph(pricing: Pricing) -> PricedGraph:
 def sum_seconds(cost: OpCost) -> float:
     """Forward and backward seconds of an operation."""
     return cost.forward_seconds + cost.backward_seconds
-
-
-def shapes_key(op: Op, pricing: Pricing) -> tuple:
-    """Equal for operations of one target, kind and shapes."""
-    return op.target, row_kind(op, pricing), *shapes(op, pricing)
 
 
 def shapes(op: Op, pricing: Pricing) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.api.model_source import ModelSource
-from autopar.api.options import Options
+from autopar.api.options import RUN_SETTINGS, Options
 from autopar.errors import AutoparError, UsageError
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import launched
 from autopar.tools.bench.baselines.registry import check_names
+
+SAMPLES = 2  # batch norm refuses a batch of one
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,15 @@ class BenchRequest:
                     f"--microbatch-sizes {size}: a microbatch has from 1 to {self.shape[0]} samples, the global batch."
                 )
 
+    @property
+    def batch(self) -> int:
+        return self.shape[0]
+
+    @property
+    def run_settings(self) -> Mapping[str, Any]:
+        """Keyword arguments of `autopar.parallelize` that set how plans run."""
+        return {name: value for name, value in self.constraints.items() if name in RUN_SETTINGS}
+
 
 def machine_for(request: BenchRequest) -> Machine:
     """The machine on which a bench runs.
@@ -99,3 +111,16 @@ def num_classes(model: nn.Module, shape: tuple[int, ...]) -> int:
             f"bench trains a classifier; {type(model).__name__} does not return one row of logits per image."
         )
     return logits.shape[1]
+
+
+def flops_per_image(model: nn.Module, shape: tuple[int, ...]) -> float:
+    """FLOPs of matrix products, convolutions and attention, forward and backward, without recomputation.
+
+    Args:
+        model: on the meta device.
+        shape: of images, with any batch.
+    """
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        model.train()(torch.empty(SAMPLES, *shape[1:], device="meta", dtype=dtype)).sum().backward()
+    return counter.get_total_flops() / SAMPLES

@@ -16,7 +16,6 @@ from torch import nn
 
 import autopar
 from autopar.api.options import Options
-from autopar.api.parallelize import RUN_SETTINGS
 from autopar.api.planning.plan import plan
 from autopar.errors import InfeasibleError, MicrobatchWarning
 from autopar.ir.plan import Plan
@@ -32,10 +31,8 @@ from autopar.tools.bench.baselines.registry import (
 )
 from autopar.tools.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.tools.bench.description import commit, machine_text, outcome_text, plan_label
-from autopar.tools.bench.flops import flops_per_image
-from autopar.tools.bench.outcome import BaselineOutcome, run_baseline
-from autopar.tools.bench.rank_result import RankResult
-from autopar.tools.bench.request import BenchRequest, machine_for
+from autopar.tools.bench.outcome import BaselineOutcome, RankResult, run_baseline
+from autopar.tools.bench.request import BenchRequest, flops_per_image, machine_for
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.measured_trace import MeasuredStep, trace_events
@@ -247,25 +244,14 @@ class Bench:
 
     def task(self, baseline: Baseline, variant: BaselineVariant, plan_file: str | None) -> BenchTask:
         """The payload of a variant's workers."""
-        request = self.request
         return BenchTask(
+            request=self.request,
             baseline=baseline.name,
             settings=variant.settings,
-            model=request.source.name,
-            model_kwargs=request.source.kwargs,
-            shape=request.shape,
-            classes=request.classes,
-            devices=1 if baseline.single else request.devices,
             device_type=self.machine.device_type,
             precision=self.plan.precision,
-            channels_last=request.channels_last,
-            compile=request.compile,
-            steps=request.steps,
-            warmup=request.warmup,
-            seed=request.seed,
             plan=plan_file,
             tp=tp_ranks(self.context),
-            run_settings={k: v for k, v in self.constraints.items() if k in RUN_SETTINGS},
             memory_bytes=None if baseline.single else self.memory_bytes,
         )
 

@@ -3,60 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.api.model_source import ModelSource
 from autopar.measure.workers import WorkerContext
+from autopar.tools.bench.baselines.registry import LOW_DTYPES
+from autopar.tools.bench.request import BenchRequest
 
-# The dtype of autocast and of FSDP2's weights. In bf16-params the plain loop and DDP use autocast, as usual.
-LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
 LEARNING_RATE = 1e-4
 MAX_BUILD_SHARE = 0.4  # share of a GPU's memory up to which a model's weights are initialised there
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """One run of one variant of a baseline. Model, data, precision and steps are equal for all baselines.
+    """One run of one variant of a baseline. The request is equal for all baselines.
 
     Args:
         baseline: name of the baseline.
         settings: of the variant.
-        shape: of the images, [global batch, channels, height, width].
-        classes: labels are below this.
         plan: file of the baseline's plan; None if it runs none.
         tp: ranks of a tensor-parallel group.
-        run_settings: keyword arguments of `autopar.parallelize`.
         memory_bytes: memory of a GPU that a baseline with a plan may use; None for all of it.
         profiled_steps: steps whose kernels are profiled on a GPU, after the others.
     """
 
+    request: BenchRequest
     baseline: str
     settings: Mapping[str, Any]
-    model: str
-    model_kwargs: Mapping[str, Any]
-    shape: tuple[int, ...]
-    classes: int
-    devices: int
     device_type: str
     precision: str
-    channels_last: bool
-    compile: bool
-    steps: int
-    warmup: int
-    seed: int
     plan: str | None = None
     tp: int = 1
-    run_settings: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: int | None = None
     profiled_steps: int = 0
-
-    @property
-    def batch(self) -> int:
-        return self.shape[0]
 
     @property
     def low(self) -> torch.dtype | None:
@@ -69,15 +51,14 @@ def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
 
     A worker with a GPU initialises it there unless it is too large: that takes a second instead of minutes.
     """
-    source = ModelSource(task.model, task.model_kwargs)
-    place = "cpu"
+    request, place = task.request, "cpu"
     if worker.device.type == "cuda":
-        num_bytes = sum(t.nbytes for t in source.build("meta").state_dict().values())
+        num_bytes = sum(t.nbytes for t in request.source.build("meta").state_dict().values())
         if num_bytes < MAX_BUILD_SHARE * torch.cuda.get_device_properties(worker.device).total_memory:
             place = str(worker.device)
-    torch.manual_seed(task.seed)
-    model = source.build(place)
-    return (model.to(memory_format=torch.channels_last) if task.channels_last else model).train()
+    torch.manual_seed(task.request.seed)
+    model = request.source.build(place)
+    return (model.to(memory_format=torch.channels_last) if task.request.channels_last else model).train()
 
 
 def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,13 +67,13 @@ def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None
     Args:
         part: samples of the batch to return; all by default.
     """
-    generator = torch.Generator(worker.device).manual_seed(task.seed + 1)
+    generator = torch.Generator(worker.device).manual_seed(task.request.seed + 1)
     dtype = torch.float64 if task.precision == "fp64" else torch.float32
-    images = torch.randn(task.shape, generator=generator, device=worker.device, dtype=dtype)
-    labels = torch.randint(task.classes, task.shape[:1], generator=generator, device=worker.device)
+    images = torch.randn(task.request.shape, generator=generator, device=worker.device, dtype=dtype)
+    labels = torch.randint(task.request.classes, task.request.shape[:1], generator=generator, device=worker.device)
     if part is not None:
         images, labels = images[part].clone(), labels[part].clone()
-    return (images.contiguous(memory_format=torch.channels_last) if task.channels_last else images), labels
+    return (images.contiguous(memory_format=torch.channels_last) if task.request.channels_last else images), labels
 
 
 def adamw_options(device_type: str) -> dict[str, Any]:

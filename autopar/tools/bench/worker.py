@@ -31,7 +31,7 @@ from autopar.tools.bench.baselines.dtensor import tensor_parallel
 from autopar.tools.bench.baselines.pipelining import pipelined
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.kernel_trace import ProfiledStep, profile_steps
-from autopar.tools.bench.rank_result import RankResult, StepSpans, failed_result
+from autopar.tools.bench.outcome import RankResult, StepSpans, failed_result
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.bench.training import BaselineTrainer
 
@@ -81,17 +81,17 @@ def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
     barrier = make_barrier(worker)
     base_bytes = reset_peak(worker.device)
     losses: list[float] = []
-    for i in range(task.warmup):
-        print_progress(f"warm-up step {i + 1} of {task.warmup}")
+    for i in range(task.request.warmup):
+        print_progress(f"warm-up step {i + 1} of {task.request.warmup}")
         barrier()
         losses.append(trainer.step()())
     seconds: list[float] = []
     if on_gpu:
-        print_progress(f"{task.steps} steps")
+        print_progress(f"{task.request.steps} steps")
         barrier()
-        seconds, shares = time_back_to_back(trainer, task.steps, worker.device)
+        seconds, shares = time_back_to_back(trainer, task.request.steps, worker.device)
         losses += shares
-    num_inspected = task.steps if not on_gpu else INSPECTED_STEPS if trainer.stats is not None else 0
+    num_inspected = task.request.steps if not on_gpu else INSPECTED_STEPS if trainer.stats is not None else 0
     steps = [inspect_step(trainer, worker, barrier, i) for i in range(num_inspected)]
     losses += [step.loss for step in steps]
     if not on_gpu:

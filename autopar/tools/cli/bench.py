@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +22,6 @@ if TYPE_CHECKING:
     from autopar.tools.bench.run import BenchOutput
 
 DEFAULT_BATCH = 32
-TERMINATED = 143  # exit code that shells report for SIGTERM
 
 
 @dataclass(frozen=True)
@@ -221,9 +215,10 @@ def run_baselines(request: BenchRequest, outputs: OutputFlags) -> None:
         Exit: no baseline has measurements.
     """
     from autopar.tools.bench.run import BenchInterrupted, run_bench
+    from autopar.train import exits_on_sigterm
 
     try:
-        with ended_by_sigterm():
+        with exits_on_sigterm():
             output = run_bench(request, lambda text: typer.echo(text, err=True), outputs.save)
     except BenchInterrupted as error:
         written = []
@@ -247,9 +242,10 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
     """Measure, show, draw and save the errors of predictions; the file has all plans so far after each."""
     from autopar.tools.bench.calibration import Calibration, band_text, calibrate
     from autopar.tools.cli.output import show, write
+    from autopar.tools.report.bench_table import calibration_parts
     from autopar.tools.report.calibration_picture import figure_of
-    from autopar.tools.report.calibration_table import calibration_parts
     from autopar.tools.report.figure import save_figure
+    from autopar.train import exits_on_sigterm
 
     path = outputs.output
     earlier = Calibration.load(path) if path is not None and path.exists() and path.stat().st_size else None
@@ -258,7 +254,7 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
         if path is not None:
             write(path, calibration.to_json())
 
-    with ended_by_sigterm():
+    with exits_on_sigterm():
         result = calibrate(request, lambda text: typer.echo(text, err=True), save, earlier)
     show(calibration_parts(result))
     if result.time.worst < 1:
@@ -274,32 +270,13 @@ def run_by_kernel(request: BenchRequest, outputs: OutputFlags) -> None:
     from autopar.tools.bench.by_kernel import bench_by_kernel
     from autopar.tools.cli.output import show, write
     from autopar.tools.report.by_kernel_table import by_kernel_parts
+    from autopar.train import exits_on_sigterm
 
-    with ended_by_sigterm():
+    with exits_on_sigterm():
         result = bench_by_kernel(request, lambda text: typer.echo(text, err=True))
     if outputs.output is not None:
         write(outputs.output, result.to_json())
     show(by_kernel_parts(result))
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Within ``with``, SIGTERM raises SystemExit, so that folders are removed and processes ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    earlier = signal.signal(signal.SIGTERM, exit_on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
-
-
-def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """Exit at the first SIGTERM; later ones are ignored."""
-    del frame
-    signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(TERMINATED)
 
 
 def parse_names(flag: str, texts: list[str] | None) -> tuple[str, ...]:

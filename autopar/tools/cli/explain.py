@@ -64,13 +64,13 @@ def explain(
     from autopar.tools.cli.flags import parse_kwargs
     from autopar.tools.cli.output import screen, show
     from autopar.tools.cli.replan import rebuilt_of
-    from autopar.tools.cli.why_not_args import parse_questions
+    from autopar.tools.cli.why_not_args import parse_constraints
     from autopar.tools.explain.advice import explained
     from autopar.tools.explain.diff import difference
-    from autopar.tools.explain.why_not import answers
+    from autopar.tools.explain.why_not import Query, answers
     from autopar.tools.report.explain_table import answer_parts, difference_parts, explanation_parts
 
-    questions = parse_questions(why_not or [])
+    questions = [Query(text, parse_constraints(text)) for text in why_not or []]
     only_for_questions = {
         "--hardware": hardware,
         "--model": model,

@@ -189,16 +189,16 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
         WorkerError: a worker process failed.
     """
     from autopar.measure.machine.measure import measure
-    from autopar.measure.machine.resume import load_points
+    from autopar.measure.machine.points import load_points
     from autopar.measure.machine.write_cost_model import RawMeasurements
-    from autopar.tools.cli.bench import ended_by_sigterm
+    from autopar.train import exits_on_sigterm
 
     setting, part = request.setting, request.part
     reused = reusable_points(request)
     reused_cases = {point.case for point in reused}
     todo = [c for c in request.cases if c not in reused_cases and (not request.kinds or c.category in request.kinds)]
     try:
-        with ended_by_sigterm(), showing_progress(len(todo)) as progress:
+        with exits_on_sigterm(), showing_progress(len(todo)) as progress:
             (request.ranks.measure if request.ranks else measure)(setting, todo, part, reused, progress)
     except KeyboardInterrupt:
         typer.echo(f"Interrupted; measurements so far are in {part}. The same command resumes from there.", err=True)
@@ -264,7 +264,7 @@ def reusable_points(request: ProfileRequest) -> tuple[MeasuredPoint, ...]:
         UsageError: FILE.part is not a file of points.
         HardwareError: the cost model's points cannot be read.
     """
-    from autopar.measure.machine.resume import load_points
+    from autopar.measure.machine.points import load_points
     from autopar.measure.machine.write_cost_model import raw_points
 
     output, setting = request.output, request.setting
@@ -289,19 +289,17 @@ def check_spread(raw: RawMeasurements, part: Path) -> None:
     Raises:
         UsageError: there are such points; it names them and their spread.
     """
-    from autopar.ir.units import plural
-    from autopar.measure.machine.points import MAX_STEADY_SPREAD
-    from autopar.measure.machine.resume import save_points
+    from autopar.ir.units import first_few, plural
+    from autopar.measure.machine.points import MAX_STEADY_SPREAD, save_points
 
     unsteady = sorted((p for p in raw.points if not p.is_steady), key=lambda p: -p.spread)
     if not unsteady:
         return
     save_points(part, raw.setting, [p for p in raw.points if p.is_steady])
-    named = ", ".join(f"{p.name} {p.spread:.0%}" for p in unsteady[:MAX_NAMED])
-    more = f" and {len(unsteady) - MAX_NAMED} more" if len(unsteady) > MAX_NAMED else ""
+    named = first_few([f"{p.name} {p.spread:.0%}" for p in unsteady], MAX_NAMED)
     raise UsageError(
         f"The repeats of {plural(len(unsteady), 'measurement')} of {len(raw.points)} lie more than "
-        f"{MAX_STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}{more}. Run the same command on "
+        f"{MAX_STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}. Run the same command on "
         "an idle machine, which measures these again alone, or pass --anyway."
     )
 

@@ -23,8 +23,8 @@ def verify(
     """
     from autopar.errors import CheckpointError
     from autopar.ir.units import plural
-    from autopar.runtime.checkpoint.folder import is_checkpoint, read_header
-    from autopar.runtime.checkpoint.verify import verified_with_kept
+    from autopar.runtime.checkpoint.folder import is_checkpoint, kept, read_header
+    from autopar.runtime.checkpoint.verify import verified
     from autopar.tools.cli.output import show
     from autopar.tools.report.verify_table import verify_parts
     from autopar.train import BEST, LAST
@@ -34,7 +34,7 @@ def verify(
         folders = [checkpoint]
     elif not folders:
         read_header(checkpoint)  # raises, because there is none
-    results = [result for folder in folders for result in verified_with_kept(folder)]
+    results = [verified(one) for folder in folders for one in (folder, *kept(folder))]
     show(verify_parts(results))
     faults = [result.fault for result in results if result.fault is not None]
     if faults:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from autopar.errors import UsageError, suggest
 from autopar.tools.cli.flags import PlanFlags
-from autopar.tools.explain.why_not import Query
 
 # Hardware is the plan's, pins name stages of one mesh, and no answer times operations.
 NOT_ASKED = {"hardware", "pin", "measure_seconds"}
 KINDS = {int: "a whole number", str: "a text"}
 
 
-def parse_questions(texts: Sequence[str]) -> tuple[Query, ...]:
-    """A question per text such as ``pp=2,tp=2``.
+def parse_constraints(text: str) -> dict[str, Any]:
+    """Keyword arguments of `autopar.plan` in a text such as ``pp=2,tp=2``.
 
     Raises:
         UsageError: no NAME=VALUE, an unknown name (with a near match), a value of the wrong type, or two values for one
             name.
     """
-    return tuple(Query(text, parse_constraints(text)) for text in texts)
-
-
-def parse_constraints(text: str) -> dict[str, Any]:
-    """Keyword arguments of `autopar.plan` in one text. Raises as `parse_questions`."""
     hints = {name: hint for name, hint in get_type_hints(PlanFlags).items() if name not in NOT_ASKED}
     given: dict[str, Any] = {}
     for item in text.split(","):

@@ -6,7 +6,6 @@ a `WhyNotResult` per question, a `Difference`; `tools/report/explain_table.py` p
 Files in reading order:
 
 - `breakdown.py`: seconds of the step by activity, at every pipeline position.
-- `memory.py`: bytes of a position by kind.
 - `advice.py`: what bounds the step, and changes that would shorten it.
 - `why_not.py`: plans again under a constraint and compares.
 - `diff.py`: settings, cuts and shardings that differ between two plans.

@@ -125,14 +125,9 @@ def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> t
     keywords = [asked_of(plan, rebuilt.hardware, question) for question in questions]
     for options in keywords:
         constraints_of(Options.of(options), plan.mesh.devices, plan.batch)
-    check_model_of(plan, rebuilt)
-    return tuple(answer(plan, rebuilt, question.asked, options) for question, options in zip(questions, keywords))
-
-
-def check_model_of(plan: Plan, rebuilt: ReplanContext) -> None:
-    """Reject a model other than the plan's. Raises as `Plan.stage_of`."""
     graph = lower_model(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
-    plan.stage_of(graph)
+    plan.stage_of(graph)  # refuses a model other than the plan's
+    return tuple(answer(plan, rebuilt, question.asked, options) for question, options in zip(questions, keywords))
 
 
 def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, Any]) -> WhyNotResult:

@@ -10,7 +10,5 @@ Files in reading order:
 
 - `compare.py`: the whole comparison, and a default loss.
 - `reference.py`: the model on one device with the plan's microbatches.
-- `without_dropout.py`: a copy of the model without dropout, and the random operations that remain.
 - `difference.py`: distance of two tensors and its tolerance.
-- `rounding.py`: additional tolerance in mixed precision.
 """

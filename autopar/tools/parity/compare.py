@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ from autopar.api.parallelize import parallelize
 from autopar.errors import TrainingError, UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.pytree import leaves
-from autopar.ir.units import plural
-from autopar.tools.parity.difference import Named, Row, compared
+from autopar.ir.units import first_few, plural
+from autopar.tools.parity.difference import Named, Row, compared, rounding_of, update_rounding
 from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
-from autopar.tools.parity.rounding import rounding_of, update_rounding
-from autopar.tools.parity.without_dropout import MIN_SAMPLES, copy_without_dropout, random_operations
 from autopar.trace.call import Call, as_call
+from autopar.trace.copy_model import copy_model
 from autopar.trace.passes.precision import low_param_dtype
+from autopar.trace.passes.random_ops import is_random
+from autopar.trace.trace import trace
 
 LEARNING_RATE = 1e-3
 # AdamW divides a gradient by its own size plus ε. A rounding error of δ in a gradient becomes up to lr·δ/ε in a weight.
@@ -32,6 +34,14 @@ LEARNING_RATE = 1e-3
 EPSILON = 1e-3
 
 MAX_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
+# Modules that draw random numbers in training, and the attribute with the probability. By class name, because some
+# classes are timm's or torchvision's.
+SWITCHES = {
+    "Dropout": "p", "Dropout1d": "p", "Dropout2d": "p", "Dropout3d": "p", "AlphaDropout": "p",
+    "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
+    "DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p",
+}  # fmt: skip
+MIN_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
 
 @dataclass(frozen=True)
@@ -89,10 +99,9 @@ def compare(
     call = as_call(quiet, x)
     random = random_operations(quiet, call)
     if random:
-        more = f" and {len(random) - 3} more" if len(random) > 3 else ""
         notes.append(
             f"not compared: training. Random operations remain, and each rank draws its own numbers: "
-            f"{', '.join(random[:3])}{more}"
+            f"{first_few(random, 3)}"
         )
     loss_name = "the caller's loss"
     if loss_fn is None:
@@ -238,3 +247,29 @@ def mean_of_squares(output: Any, target: Any) -> torch.Tensor:
     """Sum of the mean squares of all floating-point outputs; the target is ignored."""
     floats = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()
+
+
+def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Deep copy of the model with dropout and similar modules off, and a note about it if any was on."""
+    quiet = copy_model(model)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for module in quiet.modules():
+        kind = type(module).__name__
+        attribute = SWITCHES.get(kind)
+        if attribute is not None and getattr(module, attribute, 0):
+            found[kind].append(getattr(module, attribute))
+            setattr(module, attribute, 0.0)
+    listed = ", ".join(f"{len(on)} × {kind} ({between(on)})" for kind, on in sorted(found.items()))
+    return quiet, [f"switched off for the comparison: {listed}"] if found else []
+
+
+def between(numbers: list[float]) -> str:
+    """Range of numbers as text: ``0.1``, or ``0.02 to 0.2`` where they differ."""
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def random_operations(model: nn.Module, call: Call) -> list[str]:
+    """Names of the operations of the training graph that draw random numbers."""
+    part = call.first(min(MIN_SAMPLES, call.batch))
+    return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if is_random(op)]

@@ -5,7 +5,7 @@ tables for the terminal, PNG files, and trace events for Perfetto.
 
 Files in reading order:
 
-- `explain_table.py`, `parity_table.py`, `simulate_table.py`, `bench_table.py`, `calibration_table.py`: printed results.
+- `explain_table.py`, `parity_table.py`, `simulate_table.py`, `bench_table.py`: printed results.
 - `figure.py`: matplotlib, an extra, and PNG files.
 - `simulation_picture.py`, `bench_picture.py`, `calibration_picture.py`: pictures.
 - `chrome_trace.py`: trace events; `plan_trace.py` of a simulated step, `measured_trace.py` of a measured one.

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autopar.ir.text import NONE, labelled, numeric, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, signed_percent, text
+from autopar.tools.bench.calibration import Calibration, summary
 from autopar.tools.bench.result import BenchResult, BenchRow
 
 INDENT = 2  # columns before the lines below a run's name
@@ -88,5 +89,33 @@ def memory_table(row: BenchRow, memory: str) -> Table:
             *([text(counted[rank], BYTES)] if counted else []),
             text(peak, BYTES),
             signed_percent(compared / predicted - 1),
+        )
+    return table
+
+
+def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
+    """Machine and cost model, a row per plan, and a summary of the errors."""
+    head = (
+        ("machine", calibration.machine),
+        ("cost model", f"{calibration.hardware}, {calibration.cost}"),
+        ("peaks", calibration.memory),
+    )
+    return [labelled(head), "", points_table(calibration), "", labelled(summary(calibration))]
+
+
+def points_table(calibration: Calibration) -> Table:
+    """A row per plan: its step and its fullest rank, predicted and measured."""
+    titles = ("predicted step", "measured", "error", "predicted peak", "measured", "worst rank")
+    plan = Column("model, batch, plan", overflow="fold", max_width=NAME_CELLS)
+    table = plain_table(plan, *numeric(*titles, overflow="fold"))
+    for point in calibration.points:
+        table.add_row(
+            Group(f"{point.model}, {point.batch:,}", Padding.indent(Text(point.plan, style="dim"), INDENT)),
+            text(point.predicted_seconds, TIME),
+            text(point.measured_seconds, TIME),
+            signed_percent(point.time_error),
+            text(max(point.predicted_bytes), BYTES),
+            text(max(point.measured_bytes), BYTES),
+            signed_percent(max(point.memory_errors, key=abs)),
         )
     return table

@@ -60,11 +60,6 @@ def arrow_events(number: int, src: Action, dst: Action, sender: Slice, receiver:
     )
 
 
-def counter_event(process: int, name: str, time_us: float, value: float) -> Event:
-    """Event that sets a counter's value from a time on."""
-    return {"ph": "C", "pid": process, "name": name, "ts": time_us, "args": {name: value}}
-
-
 def title(action: Action) -> str:
     """Name of an action's slice: ``F s1 mb3``."""
     return f"{action.kind} s{action.chunk} mb{action.microbatch}"

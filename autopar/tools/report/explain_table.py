@@ -14,9 +14,8 @@ from autopar.ir.text import NONE, labelled, numeric, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
 from autopar.solve.result.step_breakdown import StepBreakdown
 from autopar.tools.explain.advice import Explanation
-from autopar.tools.explain.breakdown import Breakdown, Position
+from autopar.tools.explain.breakdown import BUFFERS, Breakdown, Position
 from autopar.tools.explain.diff import Change, Difference
-from autopar.tools.explain.memory import BUFFERS
 from autopar.tools.explain.why_not import WhyNotResult
 
 ROUNDING = 1e-9  # share of a step below which a part counts as absent

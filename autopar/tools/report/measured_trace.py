@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.mesh import Place
 from autopar.ir.plan import Plan
 from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.spec import rank_text
@@ -34,12 +33,8 @@ class MeasuredStep:
     step_ns: Mapping[int, tuple[int, int]]
 
 
-def trace_events(plan: Plan, step: MeasuredStep, edges: Iterable[tuple[int, int]] | None = None) -> dict[str, Any]:
-    """A Chrome trace as JSON types: one process per rank, times in µs since the first rank began.
-
-    Args:
-        edges: (src, dst) of stages with src < dst that exchange tensors; consecutive ones by default.
-    """
+def trace_events(plan: Plan, step: MeasuredStep) -> dict[str, Any]:
+    """A Chrome trace as JSON types: one process per rank, times in µs since the first rank began."""
     zero = min(begun for begun, _ in step.step_ns.values())
     events: list[dict[str, Any]] = []
     slices: dict[tuple[int, Action], Slice] = {}
@@ -55,8 +50,8 @@ def trace_events(plan: Plan, step: MeasuredStep, edges: Iterable[tuple[int, int]
         events.append(slice_event(Slice(rank, STEP, begun, ended), "step"))
         if last < ended:
             events.append(slice_event(Slice(rank, COMPUTE, last, ended), "sum and update", "grey"))
-    for number, (rank, src, dst) in enumerate(transfers(plan, slices, edges)):
-        events += arrow_events(number, src, dst, slices[rank, src], slices[peer(plan, rank, dst.chunk), dst])
+    for number, (sender, receiver) in enumerate(transfers(plan, slices)):
+        events += arrow_events(number, sender[1], receiver[1], slices[sender], slices[receiver])
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -69,22 +64,13 @@ def trace_events(plan: Plan, step: MeasuredStep, edges: Iterable[tuple[int, int]
 
 
 def transfers(
-    plan: Plan, slices: Mapping[tuple[int, Action], Any], edges: Iterable[tuple[int, int]] | None
-) -> Iterable[tuple[int, Action, Action]]:
-    """(sending rank, action that sends, action that receives) of every tensor that travels between ranks."""
-    count = len(plan.stages)
-    forward_edges = [(i, i + 1) for i in range(count - 1)] if edges is None else sorted(edges)
+    plan: Plan, slices: Collection[tuple[int, Action]]
+) -> Iterator[tuple[tuple[int, Action], tuple[int, Action]]]:
+    """(rank, action) that sends and (rank, action) that receives, of every tensor that travels between stages."""
     for rank, action in slices:
-        directed = forward_edges if action.kind == "F" else [(dst, src) for src, dst in forward_edges]
-        for src, dst in directed:
-            if src != action.chunk or peer(plan, rank, dst) == rank:
-                continue
-            receiving = Action(action.kind, dst, action.microbatch)
-            if (peer(plan, rank, dst), receiving) in slices:
-                yield rank, action, receiving
-
-
-def peer(plan: Plan, rank: int, stage: int) -> int:
-    """The rank that runs a stage in the same replica and at the same shard."""
-    place = plan.mesh.place(rank)
-    return plan.mesh.rank(Place(stage % plan.mesh.pp, place.replica, place.shard))
+        stage = action.chunk + (1 if action.kind == "F" else -1)
+        peer = plan.mesh.group(rank, "pp")[stage % plan.mesh.pp]
+        if peer != rank and stage in range(len(plan.stages)):
+            receiver = peer, Action(action.kind, stage, action.microbatch)
+            if receiver in slices:
+                yield (rank, action), receiver

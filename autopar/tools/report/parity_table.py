@@ -14,8 +14,7 @@ from autopar.ir.table import batch_text, schedule_text, stage_ends
 from autopar.ir.text import labelled, numeric, plain_table
 from autopar.ir.units import COUNT, plural, text
 from autopar.tools.parity.compare import EPSILON, LEARNING_RATE, Parity
-from autopar.tools.parity.difference import ABSOLUTE, RELATIVE, SMALL_NORM, Row
-from autopar.tools.parity.rounding import TIMES, rounding_of, update_rounding
+from autopar.tools.parity.difference import ABSOLUTE, RELATIVE, SMALL_NORM, TIMES, Row, rounding_of, update_rounding
 from autopar.trace.passes.precision import low_param_dtype
 
 

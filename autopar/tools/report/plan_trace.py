@@ -9,7 +9,6 @@ from autopar.tools.report.chrome_trace import (
     Slice,
     arrow_events,
     colour,
-    counter_event,
     row_names,
     slice_event,
     title,
@@ -17,7 +16,7 @@ from autopar.tools.report.chrome_trace import (
 from autopar.tools.simulate.step import Position, SimulatedStep
 
 COMPUTE = 0  # number of the only thread
-GIB = 2**30
+GIB, MEMORY = 2**30, "memory GiB"  # name of the counter
 
 
 def trace_events(step: SimulatedStep) -> dict[str, Any]:
@@ -61,7 +60,8 @@ def memory_events(number: int, position: Position) -> list[Event]:
     if position.memory is None:
         return []
     points = zip(position.memory.seconds, position.memory.num_bytes)
-    return [counter_event(number, "memory GiB", in_us(t), round(held / GIB, 4)) for t, held in points]
+    common = {"ph": "C", "pid": number, "name": MEMORY}
+    return [{**common, "ts": in_us(t), "args": {MEMORY: round(held / GIB, 4)}} for t, held in points]
 
 
 def name_of(position: Position) -> str:

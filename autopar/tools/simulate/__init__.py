@@ -6,7 +6,6 @@ Input: a `Plan`, and optionally another schedule that its stages allow; no model
 Files in reading order:
 
 - `step.py`: the simulated step; the timeline is `autopar.schedule.simulate`'s.
-- `memory.py`: memory of a rank over the step.
 
 `tools/report/` prints the step as a table, draws it, and writes it as a Chrome trace.
 """

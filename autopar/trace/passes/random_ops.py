@@ -105,12 +105,8 @@ def feature_dropout(d: RandomCall) -> Ref:
 
 def drop_by_mask(d: RandomCall, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
     """x where a mask of this shape keeps it, else 0; scaled by 1 / (1 - p)."""
-    return d.add("mul.Scalar", d.add("mul.Tensor", x, keep_mask(d, p, mask)), 1 / (1 - p) if p < 1 else 0.0)
-
-
-def keep_mask(d: RandomCall, p: float, shape: tuple[int, ...]) -> Ref:
-    """A mask that is True with probability 1 - p."""
-    return d.add("ge.Scalar", d.uniform(shape), p)
+    keep = d.add("ge.Scalar", d.uniform(mask), p)
+    return d.add("mul.Scalar", d.add("mul.Tensor", x, keep), 1 / (1 - p) if p < 1 else 0.0)
 
 
 def channels(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from autopar.errors import ResumeWarning, UsageError
+from autopar.errors import ResumeWarning, UsageError, caller_level
 from autopar.ir.files import TEMPORARY
 from autopar.ir.units import plural
 from autopar.runtime.checkpoint.folder import age, is_checkpoint, remove_checkpoint, save_folder
@@ -99,7 +99,7 @@ def start_again(folder: Path) -> None:
             f"The run in {folder} had ended before its first checkpoint: it starts again, and replaces "
             f"{', '.join(contents)}.",
             ResumeWarning,
-            stacklevel=2,
+            stacklevel=caller_level(),
         )
 
 

@@ -65,8 +65,12 @@ class Interrupt:
 
 
 def exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM where there is nothing to save: exit, so that files and processes are cleaned up."""
-    del number, frame
+    """Handle SIGTERM where there is nothing to save: exit, so that files and processes are cleaned up.
+
+    Later ones are ignored, so that they do not interrupt that.
+    """
+    del frame
+    signal.signal(number, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
-from support.bench import FLAGS, KWARGS, TINY, check_trace, early_arrivals, request
+from support.bench import FLAGS, TINY, check_trace, early_arrivals, request
 from support.effort import full, only
 
+from autopar.api.model_source import ModelSource
 from autopar.errors import UsageError
 from autopar.tools.bench.baselines.registry import BASELINES
-from autopar.tools.bench.outcome import failure_text, run_baseline
-from autopar.tools.bench.rank_result import RankFailure
+from autopar.tools.bench.outcome import RankFailure, failure_text, run_baseline
 from autopar.tools.bench.result import BenchResult
 from autopar.tools.bench.run import BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask
@@ -140,23 +140,18 @@ def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, cod
     assert not any(worker.is_running() for worker in workers)
 
 
-def assignment(**changes: Any) -> BenchTask:
-    given: dict[str, Any] = {
-        "baseline": "plain", "settings": {"replicas": 1, "microbatches": 2}, "model": TINY.name,
-        "model_kwargs": KWARGS, "shape": (8, 3, 32, 32), "classes": 10, "devices": 1, "device_type": "cpu",
-        "precision": "fp32", "channels_last": False, "compile": False, "steps": 1, "warmup": 1, "seed": 0,
-    }  # fmt: skip
-    return BenchTask(**given | changes)
+def assignment(source: ModelSource = TINY, **changes: Any) -> BenchTask:
+    settings = {"replicas": 1, "microbatches": 2}
+    given = {"baseline": "plain", "settings": settings, "device_type": "cpu", "precision": "fp32"}
+    return BenchTask(request(source=source, steps=1), **given | changes)
 
 
 @pytest.mark.full
 def test_reasons_name_the_rank_and_the_cause() -> None:
-    told = assignment(
-        baseline="1f1b", model="convnext_atto", model_kwargs={}, settings={"microbatch_size": 1, "chunks": 1}
-    )
+    told = assignment(ModelSource("convnext_atto"), baseline="1f1b", settings={"microbatch_size": 1, "chunks": 1})
     outcome = run_baseline(told, 1, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.text.startswith("there is no split of ConvNeXt into blocks")
-    outcome = run_baseline(assignment(model="vit_tinny"), 2, 1, 100.0)
+    outcome = run_baseline(assignment(ModelSource("vit_tinny")), 2, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.kind == "usage"
     assert outcome.failure.text.startswith("timm has no model named 'vit_tinny'")
     assert failure_text(RankFailure("ValueError", "no"), 1, 2) == "ValueError (rank 1): no"

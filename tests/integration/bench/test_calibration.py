@@ -17,10 +17,9 @@ from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import rendered
 from autopar.tools.bench.calibration import Calibration, CalibrationPoint, band_text, calibrate, summary
-from autopar.tools.bench.outcome import BaselineOutcome
-from autopar.tools.bench.rank_result import RankFailure
+from autopar.tools.bench.outcome import BaselineOutcome, RankFailure
+from autopar.tools.report.bench_table import calibration_parts
 from autopar.tools.report.calibration_picture import figure_of, kind_of
-from autopar.tools.report.calibration_table import calibration_parts
 from autopar.tools.report.figure import save_figure
 
 PAIR = Mesh(2)

@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.ops.collectives import join_parts, stack_parts
 from autopar.ops.registry import operator
-from autopar.runtime.comm.axis_communicators import GroupCommunicator, axis_ranks, register_axes, unregister
+from autopar.runtime.comm.axis_communicators import GroupCommunicator, register_axes, unregister
 from autopar.runtime.comm.connect import connect_rank
 from autopar.runtime.comm.protocols import TransportError
 
@@ -260,15 +260,6 @@ def test_keys_are_registered_once() -> None:
     with pytest.raises(AssertionError, match="two axes are called a key"):
         collectives.register("a key", Alone())  # type: ignore[arg-type]
     collectives.unregister("a key")
-
-
-def test_rank_sets_of_the_axes() -> None:
-    assert axis_ranks(Mesh(pp=2, tp=2, dp=2)) == {
-        "pp": [(0, 4), (1, 5), (2, 6), (3, 7)],
-        "dp": [(0, 2), (1, 3), (4, 6), (5, 7)],
-        "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
-    }
-    assert [list(axis_ranks(Mesh(*sizes))) for sizes in ((1, 1, 1), (4, 1, 1), (1, 4, 2))] == [[], ["pp"], ["dp", "tp"]]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import COLLECTIVES, FUSIONS, Case
 from autopar.measure.machine.measure import measure
-from autopar.measure.machine.resume import load_points
+from autopar.measure.machine.points import load_points
 from autopar.measure.regions import region_times as making
 
 

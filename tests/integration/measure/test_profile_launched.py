@@ -21,7 +21,7 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.ir.hardware import ExecutionMode, Hardware
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import COLLECTIVES, POINT_KINDS, cases
-from autopar.measure.machine.resume import save_points
+from autopar.measure.machine.points import save_points
 from autopar.measure.machine.write_cost_model import raw_points
 from autopar.runtime.launch.devices import cpu_name
 

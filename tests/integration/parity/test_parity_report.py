@@ -19,10 +19,8 @@ import autopar
 from autopar.errors import UnknownOpWarning, UsageError
 from autopar.ir.plan import Precision
 from autopar.ir.plan_parts import ZeroStage
-from autopar.tools.parity.compare import compare, default_loss
-from autopar.tools.parity.difference import compared, difference
-from autopar.tools.parity.rounding import update_rounding
-from autopar.tools.parity.without_dropout import copy_without_dropout, random_operations
+from autopar.tools.parity.compare import compare, copy_without_dropout, default_loss, random_operations
+from autopar.tools.parity.difference import compared, difference, update_rounding
 from autopar.trace.call import as_call
 
 ONES = torch.ones(4)

@@ -162,7 +162,7 @@ def test_as_many_regions_as_the_budget_allows(
     starts: list[int],
 ) -> None:  # fmt: skip
     own = timer(tmp_path, budget)
-    found = own.time_in_order(list(wanted(distinct_regions(), clock, trace_seconds)), "vit")
+    found = own.times(list(wanted(distinct_regions(), clock, trace_seconds)), "vit")
     assert list(found) == [f"region {number}" for number in timed]
     assert (own.spent_seconds, own.left_seconds, runs.starts) == (spent, max(0.0, budget - spent), starts)
     assert all(own.cache.get(key) == times for key, times in found.items())
@@ -170,9 +170,9 @@ def test_as_many_regions_as_the_budget_allows(
 
 def test_a_second_call_has_what_is_left(clock: Clock, runs: Runs, tmp_path: Path) -> None:
     own, regions = timer(tmp_path, 35.0), list(wanted(distinct_regions(), clock))
-    assert len(own.time_in_order(regions[:2], "vit")) == 2 and own.left_seconds == 15.0
-    assert list(own.time_in_order(regions[2:], "vit")) == ["region 2"] and own.left_seconds == 5.0
-    assert own.time_in_order([], "vit") == {} and own.left_seconds == 5.0
+    assert len(own.times(regions[:2], "vit")) == 2 and own.left_seconds == 15.0
+    assert list(own.times(regions[2:], "vit")) == ["region 2"] and own.left_seconds == 5.0
+    assert own.times([], "vit") == {} and own.left_seconds == 5.0
 
 
 def test_a_region_that_fails_takes_no_other_with_it(clock: Clock, runs: Runs, tmp_path: Path) -> None:
@@ -181,29 +181,28 @@ def test_a_region_that_fails_takes_no_other_with_it(clock: Clock, runs: Runs, tm
     with pytest.warns(
         MeasuringWarning, match=r"1 region of vit cannot be timed: priced by the cost model\. The process"
     ):
-        found = own.time_in_order(list(wanted(regions, clock)), "vit")
+        found = own.times(list(wanted(regions, clock)), "vit")
     assert [times is not None for times in found.values()] == [True, False, True] and runs.starts == [3, 1]
     runs.failing = {region_times.cache_key(own, 1, 4, 4) for own in regions}
     with pytest.warns(MeasuringWarning, match="3 regions of vit cannot be timed"):
-        assert set(timer(tmp_path / "other", 100.0).time_in_order(list(wanted(regions, clock)), "vit").values()) == {
-            None
-        }
+        assert set(timer(tmp_path / "other", 100.0).times(list(wanted(regions, clock)), "vit").values()) == {None}
 
 
 def test_unsteady_times_do_not_count(clock: Clock, runs: Runs, tmp_path: Path) -> None:
     own, runs.spread = timer(tmp_path, 100.0), 0.9
     with pytest.warns(
         MeasuringWarning, match="Times of 3 regions of vit lie up to 90 % apart.*: priced by the cost model"
-    ):
-        found = own.time_in_order(list(wanted(distinct_regions(), clock)), "vit")
+    ) as said:
+        found = own.times(list(wanted(distinct_regions(), clock)), "vit")
     assert set(found.values()) == {None} and own.cache.is_empty
+    assert [warning.filename for warning in said] == [__file__]  # the user's line
 
 
 @pytest.mark.filterwarnings("ignore::autopar.errors.CacheWarning")
 def test_a_cache_that_cannot_be_written_to_is_said(clock: Clock, runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "times").write_text("in the way")
     with pytest.warns(MeasuringWarning, match="Cannot keep measured times in .*Set AUTOPAR_CACHE"):
-        assert timer(tmp_path, 100.0).time_in_order(list(wanted(distinct_regions(), clock)), "vit") == {}
+        assert timer(tmp_path, 100.0).times(list(wanted(distinct_regions(), clock)), "vit") == {}
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -271,8 +270,9 @@ def test_a_model_that_is_traced_with_some_samples_alone(runs: Runs, monkeypatch:
     graph = lower_example(request)
     for retrace, problem in ((fail, "cannot be traced .Cannot trace so few"), (other_ops, "has other operations")):
         monkeypatch.setattr(PlanRequest, "graph", retrace)
-        with pytest.warns(MeasuringWarning, match=f"vit with 2,048 samples {problem}.*: priced by"):
+        with pytest.warns(MeasuringWarning, match=f"vit with 2,048 samples {problem}.*: priced by") as said_where:
             found = plan_graph(request, graph, CPU)
+        assert {warning.filename for warning in said_where} == {__file__}
         said = found.solver.measuring
         assert said is not None and 0 < said.num_timed < said.num_regions
 

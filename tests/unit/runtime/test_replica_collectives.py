@@ -19,8 +19,7 @@ from support.symmetric_buffers import ThreadBuffers, on_all
 from autopar.ir.plan_parts import ReduceDtype, ZeroStage
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
-from autopar.runtime.comm.reduce_buffers import ReduceBuffers, reduce_buffers
-from autopar.runtime.comm.replica_collectives import ReplicaCollectives
+from autopar.runtime.comm.replica_collectives import ReduceBuffers, ReplicaCollectives, reduce_buffers
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params import zero_gather as replica_weights

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
-from support.schedules import sources
+from support.schedules import parse_schedule, sources
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.schedule.actions import Action, Schedule, parse_schedule
+from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.check import check, check_rendezvous
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate

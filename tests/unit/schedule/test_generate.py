@@ -6,10 +6,11 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.schedules import format_schedule
 
 from autopar.errors import UsageError
 from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
-from autopar.schedule.actions import Action, format_schedule
+from autopar.schedule.actions import Action
 from autopar.schedule.check import check
 from autopar.schedule.generate import SCHEDULES, generate, in_flight_profiles, max_in_flight, may_overlap
 from autopar.schedule.simulate import replayed_seconds, simulate

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
-from support.schedules import sources
+from support.schedules import parse_schedule, sources
 
 from autopar.errors import ScheduleError, UsageError
 from autopar.ir.plan_parts import INTERLEAVED
-from autopar.schedule.actions import Schedule, parse_schedule
+from autopar.schedule.actions import Schedule
 from autopar.schedule.generate import SCHEDULES, generate
 from autopar.schedule.simulate import one_f_one_b_seconds, replayed_seconds, simulate
 

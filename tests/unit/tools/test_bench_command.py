@@ -13,8 +13,7 @@ from support.cli import invoke
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 from autopar.tools.bench.baselines.registry import BASELINES
-from autopar.tools.bench.outcome import BaselineOutcome
-from autopar.tools.bench.rank_result import RankFailure
+from autopar.tools.bench.outcome import BaselineOutcome, RankFailure
 from autopar.tools.bench.request import BenchRequest
 from autopar.tools.bench.run import BenchInterrupted, BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask

@@ -17,7 +17,7 @@ from autopar.schedule.actions import Action
 from autopar.tools.bench.baselines.registry import BASELINES
 from autopar.tools.bench.bubble import bubble_share
 from autopar.tools.bench.description import plan_label
-from autopar.tools.bench.flops import flops_per_image
+from autopar.tools.bench.request import flops_per_image
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
 from autopar.tools.report.bench_picture import figure_of
 from autopar.tools.report.bench_table import rate_table

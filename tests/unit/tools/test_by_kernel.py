@@ -19,12 +19,19 @@ from autopar.errors import UsageError
 from autopar.ir.text import rendered
 from autopar.runtime.launch.devices import this_machine
 from autopar.tools.bench.by_kernel import ByKernel, by_kernel, plan_pricing, with_one_microbatch
-from autopar.tools.bench.kernel_kinds import kernel_directions, kernel_kind
-from autopar.tools.bench.kernel_rows import GAP, OTHER, OVERLAP, kernel_rows, priced_kinds
+from autopar.tools.bench.kernel_rows import (
+    GAP,
+    OTHER,
+    OVERLAP,
+    kernel_directions,
+    kernel_kind,
+    kernel_rows,
+    priced_kinds,
+)
 from autopar.tools.bench.kernel_trace import STEP, KernelEvent, ProfiledStep, profile_steps, profiled_steps
+from autopar.tools.bench.outcome import RankResult
 from autopar.tools.bench.priced_kernels import priced_kernels
 from autopar.tools.bench.priced_ops import priced_graph
-from autopar.tools.bench.rank_result import RankResult
 from autopar.tools.bench.request import BenchRequest
 from autopar.tools.bench.run import Bench
 from autopar.tools.report.by_kernel_table import by_kernel_parts

@@ -67,5 +67,5 @@ def test_a_wrong_clock_is_found() -> None:
 
 def test_one_rank_that_has_neighbouring_stages_sends_nothing() -> None:
     plan = tiny_plan(1)
-    trace = trace_events(plan, simulated(plan), edges=[])
+    trace = trace_events(plan, simulated(plan))
     assert not [e for e in trace["traceEvents"] if e["ph"] in "sf"]

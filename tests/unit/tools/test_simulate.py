@@ -32,8 +32,7 @@ from autopar.tools.report.figure import save_figure
 from autopar.tools.report.plan_trace import trace_events
 from autopar.tools.report.simulate_table import numbers, simulation_parts
 from autopar.tools.report.simulation_picture import bars, figure_of
-from autopar.tools.simulate.memory import memory_curve
-from autopar.tools.simulate.step import schedules_of, simulate_plan
+from autopar.tools.simulate.step import memory_curve, schedules_of, simulate_plan
 
 CASES: dict[str, dict[str, Any]] = {
     "pp 4": {"devices": 4, "pp": 4, "microbatches": 8},

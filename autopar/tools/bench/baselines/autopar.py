@@ -19,8 +19,8 @@ def run_plan(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
     Inputs and targets that the rank does not read are on the meta device.
     """
     model = build_model(task, worker).cpu()
-    example = torch.empty(task.shape, device="meta")
-    if task.channels_last:
+    example = torch.empty(task.request.shape, device="meta")
+    if task.request.channels_last:
         example = example.contiguous(memory_format=torch.channels_last)
     pm = parallelize(
         model,
@@ -29,12 +29,12 @@ def run_plan(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
         loss_fn=mean_loss,
         optimizer=functools.partial(torch.optim.AdamW, **adamw_options(worker.device.type)),
         plan=task.plan,
-        **task.run_settings,
+        **task.request.run_settings,
     )
     del model
     if task.memory_bytes is not None and worker.device.type == "cuda":
         limit_memory(task.memory_bytes, worker.device)
-    size = task.batch // pm.data_size
+    size = task.request.batch // pm.data_size
     images, labels = make_batch(task, worker, slice(pm.data_rank * size, (pm.data_rank + 1) * size))
     x = images if pm.needs_inputs else images.to("meta")
     y = labels if pm.needs_targets else labels.to("meta")

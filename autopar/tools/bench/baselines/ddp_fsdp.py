@@ -22,9 +22,9 @@ def plain(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
     """One device that accumulates gradients over the microbatches of all replicas of the plan."""
     model = build_model(task, worker).to(worker.device)
     images, labels = make_batch(task, worker)
-    sizes = partition(task.batch, task.settings["replicas"], task.settings["microbatches"])
+    sizes = partition(task.request.batch, task.settings["replicas"], task.settings["microbatches"])
     microbatches = list(zip(images.split(sizes), labels.split(sizes), strict=True))
-    if task.compile:
+    if task.request.compile:
         compile_blocks(blocks(model))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(worker.device.type))
     scaler = torch.amp.GradScaler(worker.device.type, enabled=task.low is torch.float16)
@@ -33,7 +33,7 @@ def plain(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
         total = torch.zeros((), dtype=torch.float64, device=worker.device)
         for x, y in microbatches:
             with casting(worker.device, task.low):
-                loss = mean_loss(model(x), y) * (len(y) / task.batch)
+                loss = mean_loss(model(x), y) * (len(y) / task.request.batch)
             scaler.scale(loss).backward()
             total += loss.detach()
         scaler.step(optimizer)
@@ -88,7 +88,7 @@ def fsdp2(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
     has_batch_norm = any(isinstance(module, KEEPS_STATISTICS) for module in model.modules())
     shard_blocks(model, mesh, None if has_batch_norm else task.low, task.settings["reshard"])
     model.to(worker.device)
-    if task.compile:
+    if task.request.compile:
         compile_blocks(blocks(model))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(worker.device.type))
 
@@ -119,7 +119,7 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh, low: torch.dtype | None, re
 
 def batch_slice(task: BenchTask, part: int, parts: int) -> slice:
     """The samples of one of ``parts`` equal parts of the batch."""
-    size = task.batch // parts
+    size = task.request.batch // parts
     return slice(part * size, (part + 1) * size)
 
 

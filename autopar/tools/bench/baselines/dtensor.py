@@ -52,7 +52,7 @@ def tensor_parallel(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
     if replicas > 1 or task.low is not None:
         # Also for one replica: FSDP2 casts the weights once a step, autocast for every use.
         shard_blocks(model, mesh["dp"], task.low, reshard=False)
-    if task.compile:
+    if task.request.compile:
         compile_blocks(model_blocks)
     images, labels = make_batch(task, worker, batch_slice(task, worker.rank // task.tp, replicas))
     optimizer = torch.optim.AdamW(groups_by_mesh(model.parameters()), **adamw_options(worker.device.type))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from autopar.api.model_source import ModelSource
 from autopar.measure.workers import WorkerContext
 from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16
 from autopar.tools.bench.baselines.registry import NotExpressible
@@ -46,11 +45,11 @@ def pipelined(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
     count = chunks * worker.world
     sections = sections_of(model, task, count)
     shapes = shapes_between(
-        sections_of(ModelSource(task.model, task.model_kwargs).build("meta"), task, count), (size, *task.shape[1:])
+        sections_of(task.request.source.build("meta"), task, count), (size, *task.request.shape[1:])
     )
     local_sections = {s: sections[s].to(worker.device) for s in range(worker.rank, count, worker.world)}
     del model, sections
-    if task.compile:
+    if task.request.compile:
         for section in local_sections.values():
             compile_blocks(repeated_blocks(section))
     low = task.low or (torch.float64 if task.precision == "fp64" else torch.float32)
@@ -61,7 +60,7 @@ def pipelined(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
         PipelineStage(section, s, count, worker.device, input_args=meta[s], output_args=meta[s + 1])
         for s, section in local_sections.items()
     ]
-    microbatches = task.batch // size
+    microbatches = task.request.batch // size
     if chunks == 1:
         schedule = Schedule1F1B(stages[0], microbatches, loss_fn=mean_loss)
     else:
@@ -90,7 +89,7 @@ def pipelined(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
 
 def sections_of(model: nn.Module, task: BenchTask, count: int) -> list[Section]:
     """A model in ``count`` sections; errors as `sequence` and `split_evenly`."""
-    return [Section(modules, task.low, task.channels_last) for modules in split_evenly(sequence(model), count)]
+    return [Section(modules, task.low, task.request.channels_last) for modules in split_evenly(sequence(model), count)]
 
 
 def split_evenly(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:

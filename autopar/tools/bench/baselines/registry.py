@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from autopar.errors import UsageError, suggest
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Precision
-from autopar.tools.bench.task import LOW_DTYPES
 
 MICROBATCH_SIZES = (16, 32, 64)  # tried with torch.distributed.pipelining if they fit the batch
 INTERLEAVED_CHUNKS = 2
+# The dtype of autocast and of FSDP2's weights. In bf16-params the plain loop and DDP use autocast, as usual.
+LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
 
 
 class NotExpressible(Exception):
