@@ -214,6 +214,8 @@ class Hardware:
             )
         efficiencies = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
         efficiency = efficiencies.backward if backward and efficiencies.backward is not None else efficiencies
+        if kind == "convolution" and self.device_type == "cuda":
+            return math.hypot(efficiency.seconds(flops, 0.0, self.peak_flops[dtype]), traffic) + self.launch_seconds
         return max(efficiency.seconds(flops, num_bytes, self.peak_flops[dtype]), traffic) + self.launch_seconds
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:

@@ -9,20 +9,33 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from autopar.cost.fusion.fused_graph import ACTIVATIONS, CHANNEL_NORMS, ROW_NORMS, SOFTMAX, SPATIAL_MEANS, is_external
+from autopar.cost.fusion.fused_graph import (
+    ACTIVATIONS,
+    CHANNEL_NORMS,
+    ROW_NORMS,
+    SOFTMAX,
+    SPATIAL_MEANS,
+    is_external,
+    is_strided,
+)
 from autopar.cost.fusion.kernel import DIRECTIONS, Access, Direction, FusedKernel
 from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
 from autopar.cost.ops.unfused_attention import SOFTMAX_FLOPS, lane_padding
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 
 ACTIVATION_SLOWDOWN = 1.15  # arithmetic of exp that traffic does not hide
 # Arithmetic on an element in float32 operations, at the rate of large products. erf takes 1.5 ps forward and 2.0 to 2.1
 # backward on H100 and on H200, whose memory is 1.4 times as fast.
 GELU, GELU_FLOPS = "aten.gelu.default", {"forward": 78.0, "backward": 106.0}
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
-TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
+# Rows of a norm or softmax whose elements, of 2 bytes, lie apart, forward and backward. A residual stream keeps the
+# layout of the first value in its sums, such as that of a convolution's transposed result: norms of gmixer_24_224 take
+# 2.1 and 2.6 times as long as a copy, their backwards 2.9 and 3.5 times, those of cait_s24_224 1.8 and 1.9, and 2.0 and
+# 2.6 times (H100).
+TRANSPOSED_NORM_SLOWDOWNS = 2.3, 1.8
 UNCOALESCED_SLOWDOWN = 10.0  # of at most 16: a sector of 32 bytes for each element of 2 bytes
+CAST = "aten.to.dtype"
 SUM_KERNELS = 2  # of a sum over rows: partial sums of blocks of rows and their sum, or that and its cast
 
 
@@ -33,8 +46,8 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
     arithmetic = dict[tuple[str, str], tuple[float, float]]()
     for kernel in kernels:
         members = [ops[name] for name in kernel.ops]
-        factor = slowdown(kernel, members, stats)
-        for access, times in slowed_accesses(kernel, members, factor):
+        factor = slowdown(kernel, members, graph, stats)
+        for access, times in slowed_accesses(kernel, members, factor, graph, stats):
             op = ops[access.op]
             names = (*op.reads, *(v.name for v in op.outputs))
             moved[op.name, kernel.direction].append((names.index(access.tensor), times))
@@ -61,10 +74,27 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
     }
 
 
-def slowed_accesses(kernel: FusedKernel, members: Sequence[Op], factor: float) -> Iterator[tuple[Access, float]]:
+def slowed_accesses(
+    kernel: FusedKernel, members: Sequence[Op], factor: float, graph: Graph, stats: GraphStats
+) -> Iterator[tuple[Access, float]]:
     """Accesses of a kernel so much slower than a copy, each with the number of copies that take as long."""
+    along_rows = not any(strided_bytes(op, graph, stats) for op in members)
     for access in kernel.accesses:
-        yield access, access.times * max(factor, access_slowdown(access, kernel, members))
+        own = access_slowdown(access, kernel, members) if along_rows else 1.0
+        yield access, access.times * max(factor, own)
+
+
+def strided_bytes(op: Op, graph: Graph, stats: GraphStats) -> int:
+    """Bytes of an element, for a norm whose rows lie across memory that a generated kernel wrote; 0 for others."""
+    if op.target not in ROW_NORMS:
+        return 0
+    name = op.reads[0]
+    while (maker := graph.producer.get(name)) is not None and maker.target == CAST:
+        name = maker.reads[0]
+    if maker is None or is_external(maker, stats.ops[maker.name]) or not stats.ops[maker.name].moves_data:
+        return 0
+    made = stats.ops[maker.name].outputs[0]
+    return DTYPE_BYTES[made.dtype] if is_strided(made) else 0
 
 
 def element_flops(op: Op, direction: Direction) -> float:
@@ -74,9 +104,11 @@ def element_flops(op: Op, direction: Direction) -> float:
     return SOFTMAX_FLOPS * lane_padding(op.outputs[0].shape[-1]) if op.target in SOFTMAX else 0.0
 
 
-def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> float:
+def slowdown(kernel: FusedKernel, members: Sequence[Op], graph: Graph, stats: GraphStats) -> float:
     """Seconds of a kernel over the seconds in which a copy moves its bytes."""
-    factor, is_transposed = 1.0, any(access.is_transposed for access in kernel.reads)
+    across = max((strided_bytes(op, graph, stats) for op in members), default=0)
+    apart, apart_backward = (1 + (s - 1) * 2 / (across or 2) for s in TRANSPOSED_NORM_SLOWDOWNS)
+    factor, is_transposed = 1.0, across > 0 or any(access.is_transposed for access in kernel.reads)
     for op in members:
         made = stats.ops[op.name].outputs
         if op.target in ACTIVATIONS and op.target != GELU:
@@ -84,12 +116,12 @@ def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> f
         elif op.target in CHANNEL_NORMS | SPATIAL_MEANS:
             factor = max(factor, COLUMN_SUM_SLOWDOWN)
         elif op.target in SOFTMAX:
-            apart = TRANSPOSED_NORM_SLOWDOWN if is_transposed else 1.0
-            factor = max(factor, apart * ACTIVATION_SLOWDOWN)
+            factor = max(factor, (apart if is_transposed else 1.0) * ACTIVATION_SLOWDOWN)
         elif op.target in ROW_NORMS and kernel.direction == "backward":
-            factor = max(factor, NORM_BACKWARD_SLOWDOWN * lane_padding(made[0].shape[-1]))
+            padding = lane_padding(made[0].shape[-1])
+            factor = max(factor, (apart_backward if across else 1.0) * NORM_BACKWARD_SLOWDOWN * padding)
         elif op.target in ROW_NORMS and is_transposed:
-            factor = max(factor, TRANSPOSED_NORM_SLOWDOWN)
+            factor = max(factor, apart)
     return factor
 
 

@@ -203,7 +203,7 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     outputs = sum(num_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
     kind, on_gpu = op_kind(op, pricing.graph, stats.forward_flops), hardware.device_type == "cuda"
-    slowdowns = shape_slowdowns(op, pricing.graph) if on_gpu and kind in ("matmul", "attention") else (1.0, 1.0)
+    slowdowns = shape_slowdowns(op, pricing.graph) if on_gpu and kind != "memory" else (1.0, 1.0)
     products, fused = num_backward_kernels(kind, stats), pricing.stats.traffic.get(op.name) if on_gpu else None
     forward = hardware.op_seconds(kind, flops * slowdowns[0], operands + outputs, dtype) if stats.moves_data else 0.0
     if again := forward_reread_bytes(op, num_bytes):
@@ -213,7 +213,7 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     saved = pricing.scaled(stats.saved_bytes, op.name) / parts + sum(map(num_bytes, stats.saved_names(op)))
     backward = extra_traffic = 0.0
     if stats.gradients:
-        reads = products if kind == "matmul" else 1  # each product reads the gradient of the result
+        reads = products if kind in ("matmul", "convolution") else 1  # each product reads the gradient of the result
         moved = reads * output_grads + input_grads + saved
         backward = products * hardware.op_seconds(
             kind, backward_flops * slowdowns[1] / products, moved / products, dtype, backward=True

@@ -19,7 +19,7 @@ from autopar.ops.registry import named_arguments
 SOFTMAX_FLOPS = 180.0
 # Tiles of batched float32 products, and the depth whose arithmetic takes as long as a tile's start: 32 to 41 us for
 # 3,072 products of 49 by 49 by 32 on an H200 (twins_svt_base).
-TILE, START_DEPTH = 64, 40
+TILE, START_DEPTH = 32, 40
 
 
 def unfused_attention_seconds(

@@ -49,8 +49,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Hardware, float, float]] = {
     "batch norm on CPU": (lambda: batch_norm(True), FREE, X, 2 * X),
     "group norm": (lambda: nn.GroupNorm(2, 6), CUDA, X, 2 * X),
     "layer scale": (Scaled, CUDA, 0, X),
-    "convolution": (lambda: nn.Conv2d(6, 6, 3, padding=1, bias=False), CUDA, 0, 0),
-    "convolution with a bias": (lambda: nn.Conv2d(6, 6, 3, padding=1), CUDA, 0, X),
+    "convolution": (lambda: nn.Conv2d(6, 6, 3, padding=1, bias=False), CUDA, 0, X),  # a gradient for two products
+    "convolution with a bias": (lambda: nn.Conv2d(6, 6, 3, padding=1), CUDA, 0, 2 * X),
     "gelu": (nn.GELU, CUDA, 0, 0),
 }
 
