@@ -72,11 +72,11 @@ BACKWARD = Tiles(queries=128, keys=64, start=64)
 TENSOR_CORE_BYTES, FULL_SPEED_BYTES = 16, 128
 # Rows of 196 elements (mixer_b16_224): 148 to 218 us for products that take 44 us at the rate of aligned ones.
 UNALIGNED_SLOWDOWN = 4.0
-HALF_ALIGNED_SLOWDOWN = 1.2  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
+HALF_ALIGNED_SLOWDOWN = 1.1  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
 # Batched products of small matrices take the time of whole tiles and of their starts; fitted to the step of
 # swin_base_patch4_window7_224 (49 tokens, head width 32). So do linear layers of few features. Those of talking heads,
-# 8 by 8 features for 4.9 M rows (cait_s24_224), take 208 us forward and 490 backward, priced 231 and 463.
-TILE_ROWS, TILE_DEPTH, TILE_START_DEPTH, LAYER_START_DEPTH = 64, 32, 128, 176
+# 8 by 8 features for 4.9 M rows (cait_s24_224), take 208 us forward and 490 backward, priced 228 and 456.
+TILE_ROWS, TILE_DEPTH, TILE_START_DEPTH, LAYER_START_DEPTH = 64, 32, 128, 192
 
 
 def product_slowdown(op: Op, graph: Graph) -> float:

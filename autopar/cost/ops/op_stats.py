@@ -58,14 +58,14 @@ class Traffic:
             its gradient, moved so many times.
         kernels: number of kernels that are counted for this operation.
         row_sums: number of sums over rows that some of these kernels complete from partial sums of blocks of rows.
-        arithmetic: for each element of the operation's result, float32 operations that may take longer than the traffic
-            of its kernel, and the bytes of that traffic.
+        arithmetic: of each kernel with arithmetic that may take longer than its traffic: float32 operations for an
+            element of the operation's result, and the bytes of that traffic.
     """
 
     moved: tuple[tuple[int, float], ...] = ()
     kernels: int = 0
     row_sums: int = 0
-    arithmetic: tuple[float, float] = (0.0, 0.0)
+    arithmetic: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,13 @@ def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[Pr
     seconds: dict[tuple, float] = {}
     for kernel in kernels:
         members = [ops[name] for name in kernel.ops]
-        factor = slowdown(kernel, members, pricing.graph, pricing.stats)
+        factor = slowdown(kernel, members, pricing.stats)
         slowed = slowed_accesses(kernel, members, factor, pricing.graph, pricing.stats)
         weighted = [(pricing.num_bytes(access.tensor), times) for access, times in slowed]
         flops = [
-            element_flops(op, kernel.direction) * pricing.num_bytes(v.name) / DTYPE_BYTES[v.dtype]
+            element_flops(op, kernel.direction, pricing.graph, pricing.stats)
+            * pricing.num_bytes(v.name)
+            / DTYPE_BYTES[v.dtype]
             for op in members
             for v in op.outputs[:1]
         ]

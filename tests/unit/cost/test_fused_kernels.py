@@ -204,7 +204,7 @@ def test_kernels_of_a_block_of_vit_large() -> None:
         if kernel.ops[0].startswith("blocks.1."):
             moved = sum(a.times * graph.readable[a.tensor].num_bytes for a in kernel.accesses)
             names = " ".join(name.removeprefix("blocks.1.") for name in kernel.ops)
-            factor = slowdown(kernel, [ops[name] for name in kernel.ops], graph, stats)
+            factor = slowdown(kernel, [ops[name] for name in kernel.ops], stats)
             seconds[kernel.direction, names] = factor * moved / bandwidth
     assert seconds.keys() == KERNELS.keys()
     for key, part in KERNELS.items():
