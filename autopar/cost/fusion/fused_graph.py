@@ -62,7 +62,7 @@ class FusedGraph:
 
     @cached_property
     def parts(self) -> Mapping[str, str]:
-        """Of each view that sees a part of its value's memory: the first view that saw no more than this part."""
+        """The first view that saw no more than a part of a value's memory, by the name of each view of that part."""
         found = dict[str, str]()
         for op in self.graph.ops:
             for output, operand in self.stats.ops[op.name].aliases:
@@ -94,7 +94,7 @@ class FusedGraph:
 
     @cached_property
     def copied_roots(self) -> frozenset[str]:
-        """Values that layers alone read in the backward, through a strided view, while they need rows of neighbours."""
+        """Values that only layers keep for the backward, which read strided views but need rows of neighbours."""
         strided = {op.name: op.reads[0] for op in self.graph.ops if is_layer(op) and self.is_strided(op.reads[0])}
         others = (op for op in self.graph.ops if op.name not in strided)
         kept = {self.root(name) for op in others for name in self.stats.ops[op.name].saved_names(op)}

@@ -86,11 +86,11 @@ def product_slowdown(op: Op, graph: Graph) -> float:
         out_features, in_features = graph.shapes[op.reads[1]]
         if prod(result.shape[:-1]) < TILE_ROWS:
             return 1.0
-        narrow = min(in_features, out_features) < TILE_ROWS
-        tiles = (
-            tile_depth(in_features, LAYER_START_DEPTH) * padded(out_features, TILE_ROWS) / (in_features * out_features)
-        )
-        return (tiles if narrow else 1.0) * alignment_slowdown((in_features, out_features), result.dtype)
+        slowdown = alignment_slowdown((in_features, out_features), result.dtype)
+        if min(in_features, out_features) >= TILE_ROWS:
+            return slowdown
+        tiles = tile_depth(in_features, LAYER_START_DEPTH) * padded(out_features, TILE_ROWS)
+        return slowdown * tiles / (in_features * out_features)
     operands = [graph.shapes[name] for name in op.reads]
     if len(operands) != 2 or any(len(shape) < 3 for shape in (*operands, result.shape)):
         return 1.0
@@ -118,7 +118,7 @@ def has_padded_channels(op: Op, graph: Graph) -> bool:
 
 
 def convolution_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
-    """Seconds of a convolution over those of a large, dense or depthwise one of as many FLOPs."""
+    """Seconds of a convolution over those of a large one, dense or depthwise, of as many FLOPs."""
     out, channels, *window = graph.shapes[op.reads[1]]
     groups = named_arguments(op)["groups"]
     if groups > 1:
