@@ -193,9 +193,6 @@ class Hardware:
     def op_seconds(self, kind: OpKind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
         """Time of one operation on one device: launch, plus the longer of its arithmetic and its memory traffic.
 
-        On a GPU neither hides all of the other in a convolution: the root of the sum of their squares is within 20 % of
-        all but strided convolutions of resnet101's step (H100), their sum up to 45 % too long.
-
         Args:
             kind: "memory" prices the traffic alone.
             flops: multiplications and additions counted separately.
@@ -217,8 +214,6 @@ class Hardware:
             )
         efficiencies = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
         efficiency = efficiencies.backward if backward and efficiencies.backward is not None else efficiencies
-        if kind == "convolution" and self.device_type == "cuda":
-            return math.hypot(efficiency.seconds(flops, 0.0, self.peak_flops[dtype]), traffic) + self.launch_seconds
         return max(efficiency.seconds(flops, num_bytes, self.peak_flops[dtype]), traffic) + self.launch_seconds
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:

@@ -4,7 +4,7 @@ An operation of f FLOPs and n bytes is priced (`autopar.ir.hardware.Hardware.op_
 
     t = max((f + half) / rate + n / bandwidth, (n + half_memory) / rate_memory) + launch
 
-Convolutions of GPUs are fitted so, too, although steps take less time and are priced so. Once the side of the maximum is fixed for every operation, t is linear in half/rate, 1/rate and 1/bandwidth. Operations
+Once the side of the maximum is fixed for every operation, t is linear in half/rate, 1/rate and 1/bandwidth. Operations
 that are memory-bound under one solution leave the next fit, until no operation changes sides. The solution with the
 least loss is taken. ``bandwidth`` is the cost of traffic that arithmetic does not hide; matrix products hide all of it.
 
