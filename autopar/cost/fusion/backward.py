@@ -122,7 +122,8 @@ class Gradients:
                 found.ops.add(op.name)
                 times = access.times * (2 if op.target in CHANNEL_NORMS else 1)
                 for saved in fused.backward_reads(op):
-                    found.add_read(("saved", fused.root(saved.tensor)), replace(saved, times=saved.times * times))
+                    read = replace(saved, times=saved.times * times)
+                    found.add_read(("saved", fused.root(saved.tensor)), read, fused.part(saved.tensor))
                 for child in self.children(op):
                     below, read = self.same.get(child, child), Access(op.name, child[0], times)
                     if below in self.written and below != target:

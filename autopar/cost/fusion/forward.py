@@ -102,7 +102,8 @@ def draft(op: Op, name: str, fused: FusedGraph, written: Mapping[str, int], dept
             if root in fused.graph.weight:
                 continue
             if maker is None or root in written or maker.name in fused.external:
-                found.add_read(("value", root), fused.access(member.name, read, times * written.get(root, 1)))
+                access = fused.access(member.name, read, times * written.get(root, 1))
+                found.add_read(("value", root), access, fused.part(read))
             else:
                 waiting.append((maker, times))
     return found

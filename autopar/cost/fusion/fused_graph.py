@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 
 from autopar.cost.fusion.kernel import Access
 from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, storage_names
@@ -59,6 +60,21 @@ class FusedGraph:
         """Name of the value, input or weight whose memory a value shares."""
         return self.storage.get(name, name)
 
+    @cached_property
+    def parts(self) -> Mapping[str, str]:
+        """The first view that saw no more than a part of a value's memory, by the name of each view of that part."""
+        found = dict[str, str]()
+        for op in self.graph.ops:
+            for output, operand in self.stats.ops[op.name].aliases:
+                source, view = op.reads[operand], op.outputs[output].name
+                if source in found or prod(self.operands[view].shape) < prod(self.operands[source].shape):
+                    found[view] = found.get(source, view)
+        return found
+
+    def part(self, name: str) -> str:
+        """Name of the part of a value's memory that a view sees; empty for the whole of it."""
+        return self.parts.get(name, "")
+
     def maker(self, name: str) -> Op | None:
         """The operation that makes a value's memory; None for inputs and weights."""
         return self.graph.producer.get(self.root(name))
@@ -70,8 +86,7 @@ class FusedGraph:
 
     def is_strided(self, name: str) -> bool:
         """Whether neighbours in a value's last dim lie apart in memory."""
-        value = self.operands[name]
-        return len(value.shape) > 1 and value.stride[-1] > 1 and min(value.shape[-2:]) > 1
+        return is_strided(self.operands[name])
 
     def access(self, op: str, name: str, times: float = 1) -> Access:
         """An access to a value, transposed if it is a strided view of what an external operation wrote."""
@@ -79,9 +94,11 @@ class FusedGraph:
 
     @cached_property
     def copied_roots(self) -> frozenset[str]:
-        """Values that layers read through a strided view, although they need rows of neighbours."""
-        layers = (op for op in self.graph.ops if is_layer(op) and self.is_strided(op.reads[0]))
-        return frozenset(self.root(op.reads[0]) for op in layers)
+        """Values that only layers keep for the backward, which read strided views but need rows of neighbours."""
+        strided = {op.name: op.reads[0] for op in self.graph.ops if is_layer(op) and self.is_strided(op.reads[0])}
+        others = (op for op in self.graph.ops if op.name not in strided)
+        kept = {self.root(name) for op in others for name in self.stats.ops[op.name].saved_names(op)}
+        return frozenset(map(self.root, strided.values())) - kept
 
     @cached_property
     def masks(self) -> Mapping[str, float]:
@@ -116,13 +133,13 @@ class FusedGraph:
 
     def backward_reads(self, op: Op) -> Iterator[Access]:
         """Saved tensors that an operation's backward reads, or from which it computes what it needs again."""
-        waiting, seen = [(op.name, name) for name in self.eager.ops[op.name].saved_names(op)], set[str]()
+        waiting, seen = [(op.name, name) for name in self.eager.ops[op.name].saved_names(op)], set[tuple]()
         while waiting:
             reader, name = waiting.pop()
             root, maker = self.root(name), self.maker(name)
-            if root in seen or root in self.graph.weight:
+            if (root, self.part(name)) in seen or root in self.graph.weight:
                 continue
-            seen.add(root)
+            seen.add((root, self.part(name)))
             if reader == op.name and root in self.masks and maker is op:
                 yield Access(op.name, name, self.masks[root])
             elif root in self.saved or maker is None or maker.name in self.external:
@@ -131,6 +148,11 @@ class FusedGraph:
                 yield Access(reader, name, self.float32_copies(name))
             else:
                 waiting += ((maker.name, read) for read in maker.reads)
+
+
+def is_strided(value: Operand) -> bool:
+    """Whether neighbours in a value's last dim lie apart in memory."""
+    return len(value.shape) > 1 and value.stride[-1] > 1 and min(value.shape[-2:]) > 1
 
 
 def is_external(op: Op, stats: OpStats) -> bool:

@@ -51,27 +51,31 @@ class Draft:
     place: Place
     size: int
     ops: set[str] = field(default_factory=set)
-    reads: dict[tuple, Access] = field(default_factory=dict)
+    reads: dict[tuple[tuple, str], Access] = field(default_factory=dict)
     writes: dict[tuple, Access] = field(default_factory=dict)
 
-    def add_read(self, key: tuple, access: Access) -> None:
-        """Add an access; of several to one tensor, the one with most passes counts."""
-        if key not in self.reads or self.reads[key].times < access.times:
-            self.reads[key] = access
+    def add_read(self, key: tuple, access: Access, part: str = "") -> None:
+        """Add an access; of several to one part of a tensor, the one with most passes counts."""
+        if (key, part) not in self.reads or self.reads[key, part].times < access.times:
+            self.reads[key, part] = access
+
+    @property
+    def read_keys(self) -> set[tuple]:
+        return {key for key, _ in self.reads}
 
     def may_merge(self, other: Draft) -> bool:
         """Whether two kernels of one place become one: one reads what the other one writes, or both the same."""
-        if self.reads.keys() & other.writes.keys() or other.reads.keys() & self.writes.keys():
+        if self.read_keys & other.writes.keys() or other.read_keys & self.writes.keys():
             return True
-        return self.size == other.size and bool(self.reads.keys() & other.reads.keys())
+        return self.size == other.size and bool(self.read_keys & other.read_keys)
 
     def merge(self, other: Draft) -> None:
         """Take over the work of another kernel."""
         self.size = max(self.size, other.size)
         self.ops |= other.ops
         self.writes |= other.writes
-        for key, access in other.reads.items():
-            self.add_read(key, access)
+        for (key, part), access in other.reads.items():
+            self.add_read(key, access, part)
 
 
 def merged_kernels(drafts: Iterable[Draft], direction: Direction, position: Mapping[str, int]) -> Iterator[FusedKernel]:
@@ -88,6 +92,6 @@ def merged_kernels(drafts: Iterable[Draft], direction: Direction, position: Mapp
             draft.merge(other)
         near.append(draft)
     for draft in (draft for near in by_place.values() for draft in near):
-        reads = tuple(access for key, access in draft.reads.items() if key not in draft.writes)
+        reads = tuple(access for (key, _), access in draft.reads.items() if key not in draft.writes)
         ops = tuple(sorted(draft.ops, key=position.__getitem__))
         yield FusedKernel(direction, ops, reads, tuple(draft.writes.values()))

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from autopar.cost.fusion.fused_graph import FusedGraph
 from autopar.cost.fusion.kernel import Access, Direction, FusedKernel
-from autopar.cost.ops.kernel_shapes import TENSOR_CORE_BYTES, is_aligned
-from autopar.ir.graph import Op
+from autopar.cost.ops.kernel_shapes import TENSOR_CORE_BYTES, has_padded_channels, is_aligned, padded
+from autopar.ir.graph import DTYPE_BYTES, Op
 from autopar.ops.registry import Operand
 from autopar.sharding.fuse_linear import is_layer
 
@@ -16,6 +16,9 @@ MATMUL = "aten.matmul.default"
 # Threads that load together. Shorter rows than this lie apart in fewer sectors: rows of 8 (cait_s24_224) are copied in
 # 107 us per 79 MB, rows of 384 (gmixer_24_224) in 124 us per 38 MB.
 WARP = 32
+# Of cuDNN's kernel that pads channels: 216 us for 77 MB in 3 channels (resnet101, H100), 42 and 85 for 19 and 39 MB on
+# an H200.
+PADDING_SLOWDOWN = 2.4
 
 
 def layer_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
@@ -26,11 +29,13 @@ def layer_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
     """
     for op in filter(is_layer, fused.graph.ops):
         x, result = op.reads[0], op.outputs[0].name
-        if has_unaligned_rows(x, fused) or (fused.is_in_memory(x) and fused.is_strided(x)):
+        if has_unaligned_rows(x, fused) or (fused.is_strided(x) and fused.root(x) not in fused.copied_roots):
             yield copy("forward", op, x, False)
         if fused.stats.ops[op.name].gradients and fused.is_strided(x):
             yield copy("backward", op, x, True, fused.operands[x].shape[-1])
         if fused.stats.ops[op.name].gradients and is_read_strided(result, fused):
+            if any(reader.name in fused.external for view in views(result, fused) for reader in fused.readers[view]):
+                yield copy("backward", op, result, False)
             yield copy("backward", op, result, True, fused.operands[result].shape[-1])
 
 
@@ -46,6 +51,20 @@ def product_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
                 yield copy("backward", op, op.outputs[0].name, False)
 
 
+def padded_images(fused: FusedGraph) -> Iterator[FusedKernel]:
+    """Copies of convolutions' inputs with channels that are padded for tensor cores, once in each direction."""
+    for op in fused.graph.ops:
+        if has_padded_channels(op, fused.graph):
+            image = op.reads[0]
+            channels = fused.operands[image].shape[1]
+            wide = padded(channels, TENSOR_CORE_BYTES // DTYPE_BYTES[op.outputs[0].dtype]) / channels
+            reads = (Access(op.name, image, PADDING_SLOWDOWN),)
+            writes = (Access(op.name, image, wide * (PADDING_SLOWDOWN + 1)),)  # zeros first
+            yield FusedKernel("forward", (op.name,), reads, writes)
+            if fused.stats.ops[op.name].gradients:
+                yield FusedKernel("backward", (op.name,), reads, writes)
+
+
 def has_scattered_batch(value: Operand) -> bool:
     """Whether dims before the last two are more than one, and not equally spaced as one."""
     batch = [(size, step) for size, step in zip(value.shape[:-2], value.stride[:-2]) if size > 1]
@@ -54,8 +73,13 @@ def has_scattered_batch(value: Operand) -> bool:
 
 def is_transposed_later(name: str, fused: FusedGraph) -> bool:
     """Whether all readers of a product see its batch dims in another order, so that its gradient arrives so."""
-    views = [op.outputs[0].name for op in fused.readers.get(name, ()) if not fused.stats.ops[op.name].moves_data]
-    return bool(views) and all(fused.graph.producer[v].target == "aten.transpose.int" for v in views)
+    seen = views(name, fused)
+    return bool(seen) and all(fused.graph.producer[view].target == "aten.transpose.int" for view in seen)
+
+
+def views(name: str, fused: FusedGraph) -> list[str]:
+    """Views of a value."""
+    return [op.outputs[0].name for op in fused.readers.get(name, ()) if not fused.stats.ops[op.name].moves_data]
 
 
 def copy(direction: Direction, op: Op, name: str, is_transposed: bool, row: int = WARP) -> FusedKernel:
@@ -72,5 +96,5 @@ def has_unaligned_rows(name: str, fused: FusedGraph) -> bool:
 
 def is_read_strided(name: str, fused: FusedGraph) -> bool:
     """Whether all readers of a value are views whose last dim lies apart in memory: so does its gradient's."""
-    views = [op.outputs[0].name for op in fused.readers.get(name, ()) if not fused.stats.ops[op.name].moves_data]
-    return bool(views) and len(views) == len(fused.readers[name]) and all(map(fused.is_strided, views))
+    seen = views(name, fused)
+    return bool(seen) and len(seen) == len(fused.readers[name]) and all(map(fused.is_strided, seen))

@@ -9,20 +9,35 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from autopar.cost.fusion.fused_graph import ACTIVATIONS, CHANNEL_NORMS, ROW_NORMS, SOFTMAX, SPATIAL_MEANS, is_external
+from autopar.cost.fusion.fused_graph import (
+    ACTIVATIONS,
+    CHANNEL_NORMS,
+    ROW_NORMS,
+    SOFTMAX,
+    SPATIAL_MEANS,
+    is_external,
+    is_strided,
+)
 from autopar.cost.fusion.kernel import DIRECTIONS, Access, Direction, FusedKernel
 from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
 from autopar.cost.ops.unfused_attention import SOFTMAX_FLOPS, lane_padding
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 
 ACTIVATION_SLOWDOWN = 1.15  # arithmetic of exp that traffic does not hide
 # Arithmetic on an element in float32 operations, at the rate of large products. erf takes 1.5 ps forward and 2.0 to 2.1
 # backward on H100 and on H200, whose memory is 1.4 times as fast.
 GELU, GELU_FLOPS = "aten.gelu.default", {"forward": 78.0, "backward": 106.0}
+# One of two passes sums over rows. Those of 0.6 to 2.5 GB in resnet101 take 1.07 to 1.16 times as long as copies.
+BATCH_NORM, BATCH_NORM_SLOWDOWN = "aten.batch_norm.default", 1.15
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
 TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
+# A residual stream keeps the layout of the first value in its sums, such as that of a convolution's transposed result.
+# Norms across it load 2 bytes of a sector at a time: 2.4 to 4.1 ps an element in gmixer_24_224 and cait_s24_224 (H100),
+# 4.4 to 6.7 in xcit_small_12_p16_224 (H200); their backwards 8.1 to 9.5 and 6.4 to 7.9 ps.
+ACROSS_FLOPS = {"forward": 240.0, "backward": 450.0}
 UNCOALESCED_SLOWDOWN = 10.0  # of at most 16: a sector of 32 bytes for each element of 2 bytes
+CAST = "aten.to.dtype"
 SUM_KERNELS = 2  # of a sum over rows: partial sums of blocks of rows and their sum, or that and its cast
 
 
@@ -30,11 +45,11 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
     """Traffic of each operation's part in fused kernels, by the operation's name."""
     moved: defaultdict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     launches, sums, ops = Counter[tuple[str, str]](), Counter[tuple[str, str]](), {op.name: op for op in graph.ops}
-    arithmetic = dict[tuple[str, str], tuple[float, float]]()
+    arithmetic: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for kernel in kernels:
         members = [ops[name] for name in kernel.ops]
         factor = slowdown(kernel, members, stats)
-        for access, times in slowed_accesses(kernel, members, factor):
+        for access, times in slowed_accesses(kernel, members, factor, graph, stats):
             op = ops[access.op]
             names = (*op.reads, *(v.name for v in op.outputs))
             moved[op.name, kernel.direction].append((names.index(access.tensor), times))
@@ -43,17 +58,17 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
             num_sums = norm_sums(op, kernel.direction, stats)
             launches[op.name, kernel.direction] += SUM_KERNELS * num_sums
             sums[op.name, kernel.direction] = num_sums if op.target in ROW_NORMS else 0
-            if flops := element_flops(op, kernel.direction):
+            if flops := element_flops(op, kernel.direction, graph, stats):
                 num_bytes = sum(access.times * graph.readable[access.tensor].num_bytes for access in kernel.accesses)
                 elements = prod(graph.readable[op.outputs[0].name].shape)
-                arithmetic[op.name, kernel.direction] = flops, factor * num_bytes / elements
+                arithmetic[op.name, kernel.direction].append((flops, factor * num_bytes / elements))
     for op, summed in weight_sums(graph, stats):
         moved[op.name, "backward"] += summed
         launches[op.name, "backward"] += SUM_KERNELS
     return {
         name: FusedTraffic(
             *(
-                Traffic(tuple(sorted(moved[at])), launches[at], sums[at], arithmetic.get(at, Traffic.arithmetic))
+                Traffic(tuple(sorted(moved[at])), launches[at], sums[at], tuple(arithmetic[at]))
                 for at in ((name, direction) for direction in DIRECTIONS)
             )
         )
@@ -61,16 +76,35 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
     }
 
 
-def slowed_accesses(kernel: FusedKernel, members: Sequence[Op], factor: float) -> Iterator[tuple[Access, float]]:
+def slowed_accesses(
+    kernel: FusedKernel, members: Sequence[Op], factor: float, graph: Graph, stats: GraphStats
+) -> Iterator[tuple[Access, float]]:
     """Accesses of a kernel so much slower than a copy, each with the number of copies that take as long."""
+    along_rows = not any(strided_bytes(op, graph, stats) for op in members)
     for access in kernel.accesses:
-        yield access, access.times * max(factor, access_slowdown(access, kernel, members))
+        own = access_slowdown(access, kernel, members) if along_rows else 1.0
+        yield access, access.times * max(factor, own)
 
 
-def element_flops(op: Op, direction: Direction) -> float:
-    """Float32 operations on an element of an operation's result that may take longer than its traffic."""
+def strided_bytes(op: Op, graph: Graph, stats: GraphStats) -> int:
+    """Bytes of an element, for a norm whose rows lie across memory that a generated kernel wrote; 0 for others."""
+    if op.target not in ROW_NORMS:
+        return 0
+    name = op.reads[0]
+    while (maker := graph.producer.get(name)) is not None and maker.target == CAST:
+        name = maker.reads[0]
+    if maker is None or is_external(maker, stats.ops[maker.name]) or not stats.ops[maker.name].moves_data:
+        return 0
+    made = stats.ops[maker.name].outputs[0]
+    return DTYPE_BYTES[made.dtype] if is_strided(made) else 0
+
+
+def element_flops(op: Op, direction: Direction, graph: Graph, stats: GraphStats) -> float:
+    """Float32 operations that take the time of an element of an operation's result if its traffic does not."""
     if op.target == GELU:
         return GELU_FLOPS[direction]
+    if num_bytes := strided_bytes(op, graph, stats):
+        return ACROSS_FLOPS[direction] * 2 / num_bytes
     return SOFTMAX_FLOPS * lane_padding(op.outputs[0].shape[-1]) if op.target in SOFTMAX else 0.0
 
 
@@ -81,6 +115,8 @@ def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> f
         made = stats.ops[op.name].outputs
         if op.target in ACTIVATIONS and op.target != GELU:
             factor = max(factor, ACTIVATION_SLOWDOWN)
+        elif op.target == BATCH_NORM:
+            factor = max(factor, BATCH_NORM_SLOWDOWN)
         elif op.target in CHANNEL_NORMS | SPATIAL_MEANS:
             factor = max(factor, COLUMN_SUM_SLOWDOWN)
         elif op.target in SOFTMAX:

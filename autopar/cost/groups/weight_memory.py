@@ -36,6 +36,9 @@ class Sharing:
 
 
 UNSHARDED = Sharing()
+# On a GPU, of all kernels of an update that take lists of tensors (norms, AdamW, casts): 0.3 to 1.0 us a parameter more
+# than their bytes in the steps of 12 models of 150 to 476 parameters on H100 and H200, 0.6 or more in nine.
+SECONDS_OF_A_PARAMETER = 0.8e-6
 
 
 def is_trained(weight: Weight) -> bool:
@@ -152,7 +155,8 @@ def update_seconds(weight: Weight, hardware: Hardware) -> float:
     The norm of all gradients reads the gradient; then value, gradient and state are each read and written once.
     """
     update = hardware.update_seconds(2 * (2 * weight.stored_bytes + weight.state_bytes * weight.numel))
-    return hardware.traffic_seconds(weight.stored_bytes) + update
+    lists = SECONDS_OF_A_PARAMETER if hardware.device_type == "cuda" else 0.0
+    return hardware.traffic_seconds(weight.stored_bytes) + update + lists
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:

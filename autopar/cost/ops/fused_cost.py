@@ -29,8 +29,7 @@ def fused_seconds(op: Op, traffic: Traffic, num_bytes: Callable[[str], float], h
         result = op.outputs[0]
         rows = num_bytes(result.name) / (result.shape[-1] * DTYPE_BYTES[result.dtype])
         seconds += traffic.row_sums * PARTIAL_SUM_SECONDS * min(MAX_PARTIAL_SUMS, rows / ROWS_OF_PARTIAL_SUM)
-    flops, kernel_bytes = traffic.arithmetic
-    if flops:
+    for flops, kernel_bytes in traffic.arithmetic:
         elements = num_bytes(op.outputs[0].name) / DTYPE_BYTES[op.outputs[0].dtype]
         seconds += elements * arithmetic_seconds(flops, kernel_bytes, hardware)
     return seconds

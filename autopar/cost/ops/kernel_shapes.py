@@ -21,6 +21,8 @@ def shape_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
         bound, shapes = named_arguments(op), graph.shapes
         query, key = (shapes[bound[name].name] for name in ("query", "key"))
         return FORWARD.padding(query[-2], key[-2], query[-1]), BACKWARD.padding(query[-2], key[-2], query[-1])
+    if "conv" in op.target:
+        return convolution_slowdowns(op, graph)
     slowdown = product_slowdown(op, graph)
     return slowdown, slowdown
 
@@ -70,11 +72,11 @@ BACKWARD = Tiles(queries=128, keys=64, start=64)
 TENSOR_CORE_BYTES, FULL_SPEED_BYTES = 16, 128
 # Rows of 196 elements (mixer_b16_224): 148 to 218 us for products that take 44 us at the rate of aligned ones.
 UNALIGNED_SLOWDOWN = 4.0
-HALF_ALIGNED_SLOWDOWN = 1.2  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
+HALF_ALIGNED_SLOWDOWN = 1.1  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
 # Batched products of small matrices take the time of whole tiles and of their starts; fitted to the step of
 # swin_base_patch4_window7_224 (49 tokens, head width 32). So do linear layers of few features. Those of talking heads,
-# 8 by 8 features for 4.9 M rows (cait_s24_224), take 210 us forward and 480 backward, priced 200 and 540.
-TILE_ROWS, TILE_DEPTH, TILE_START_DEPTH = 64, 32, 128
+# 8 by 8 features for 4.9 M rows (cait_s24_224), take 208 us forward and 490 backward, priced 228 and 456.
+TILE_ROWS, TILE_DEPTH, TILE_START_DEPTH, LAYER_START_DEPTH = 64, 32, 128, 192
 
 
 def product_slowdown(op: Op, graph: Graph) -> float:
@@ -84,20 +86,56 @@ def product_slowdown(op: Op, graph: Graph) -> float:
         out_features, in_features = graph.shapes[op.reads[1]]
         if prod(result.shape[:-1]) < TILE_ROWS:
             return 1.0
-        narrow = min(in_features, out_features) < TILE_ROWS
-        tiles = tile_depth(in_features) * padded(out_features, TILE_ROWS) / (in_features * out_features)
-        return (tiles if narrow else 1.0) * alignment_slowdown((in_features, out_features), result.dtype)
+        slowdown = alignment_slowdown((in_features, out_features), result.dtype)
+        if min(in_features, out_features) >= TILE_ROWS:
+            return slowdown
+        tiles = tile_depth(in_features, LAYER_START_DEPTH) * padded(out_features, TILE_ROWS)
+        return slowdown * tiles / (in_features * out_features)
     operands = [graph.shapes[name] for name in op.reads]
-    if "conv" in op.target or len(operands) != 2 or any(len(shape) < 3 for shape in (*operands, result.shape)):
+    if len(operands) != 2 or any(len(shape) < 3 for shape in (*operands, result.shape)):
         return 1.0
     rows, depth, columns = operands[0][-2], operands[0][-1], result.shape[-1]
     tiles = padded(rows, TILE_ROWS) * padded(columns, TILE_ROWS) * tile_depth(depth)
     return tiles / (rows * depth * columns) * alignment_slowdown((depth, columns), result.dtype)
 
 
-def tile_depth(depth: int) -> int:
+# A convolution of few channels pads them to 16 bytes. Its forward steps through 32 channels of one position of the
+# window after another, its backward through all positions. Stems of resnet101 (H100), pit_b_224, davit_tiny and
+# xcit_small_12_p16_224 (H200): 1,537, 601, 184 and 236 us forward, 883, 272, 91 and 139 backward.
+STEM_CHANNELS, STEM_START_DEPTH, STEM_SLOWDOWNS = 32, 512, (1.2, 2.5)
+# Groups of few channels are computed as dense tiles of several groups. For several filters a channel cuDNN has a
+# generic kernel: 0.23 to 0.29 TFLOP/s backward on an H200 (pit_b_224), a depthwise convolution's rate by 30.
+GENERIC_SLOWDOWN = 30.0
+
+
+def has_padded_channels(op: Op, graph: Graph) -> bool:
+    """Whether channels of a convolution's input are padded. Patches are products (`autopar.ops.patch_embed`)."""
+    if "conv" not in op.target or DTYPE_BYTES[op.outputs[0].dtype] != 2:
+        return False
+    given, (_, channels, *_) = named_arguments(op), graph.shapes[op.reads[0]]
+    is_patch = [*given["stride"]] == [*graph.shapes[op.reads[1]][2:]] and not any(given["padding"])
+    return not is_patch and not is_aligned(channels, op.outputs[0].dtype, TENSOR_CORE_BYTES)
+
+
+def convolution_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
+    """Seconds of a convolution over those of a large one, dense or depthwise, of as many FLOPs."""
+    out, channels, *window = graph.shapes[op.reads[1]]
+    groups = named_arguments(op)["groups"]
+    if groups > 1:
+        by_tiles = max(1.0, TILE_ROWS / channels)
+        return (by_tiles, by_tiles) if channels > 1 else (1.0, GENERIC_SLOWDOWN if out > groups else 1.0)
+    if not has_padded_channels(op, graph):
+        return 1.0, 1.0
+    positions, rows = prod(window), padded(out, TILE_ROWS) / out
+    forward = STEM_CHANNELS * positions + STEM_START_DEPTH
+    backward = padded(TENSOR_CORE_BYTES // DTYPE_BYTES[op.outputs[0].dtype] * positions, 2 * TILE_ROWS)
+    first, second = (s * rows * n / (channels * positions) for s, n in zip(STEM_SLOWDOWNS, (forward, backward)))
+    return first, second
+
+
+def tile_depth(depth: int, start: int = TILE_START_DEPTH) -> int:
     """Depth of a product whose arithmetic takes as long as a tile's, with its start."""
-    return padded(depth, TILE_DEPTH) + TILE_START_DEPTH
+    return padded(depth, TILE_DEPTH) + start
 
 
 def alignment_slowdown(row_lengths: Sequence[int], dtype: str) -> float:

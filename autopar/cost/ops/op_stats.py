@@ -8,7 +8,7 @@ the FLOPs of a convolution's backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -58,14 +58,14 @@ class Traffic:
             its gradient, moved so many times.
         kernels: number of kernels that are counted for this operation.
         row_sums: number of sums over rows that some of these kernels complete from partial sums of blocks of rows.
-        arithmetic: for each element of the operation's result, float32 operations that may take longer than the traffic
-            of its kernel, and the bytes of that traffic.
+        arithmetic: of each kernel with arithmetic that may take longer than its traffic: float32 operations for an
+            element of the operation's result, and the bytes of that traffic.
     """
 
     moved: tuple[tuple[int, float], ...] = ()
     kernels: int = 0
     row_sums: int = 0
-    arithmetic: tuple[float, float] = (0.0, 0.0)
+    arithmetic: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,18 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
         saved_outputs=tuple(j for j in saved_results if not is_among(result_memory[j], operand_memory)),
         saved_bytes=sum(fresh.values()),
         aliases=() if in_place else tuple(aliases),
-        outputs=() if in_place else tuple(map(operand_from, results)),
+        outputs=() if in_place else tuple(in_format(op, read, operand_from(result)) for result in results),
     )
+
+
+def in_format(op: Op, read: tuple[Operand, ...], made: Operand) -> Operand:
+    """A result as real devices lay it out: a convolution on the meta device forgets that it read channels last."""
+    if "conv" not in op.target:
+        return made
+    image = read[0]
+    order = memory_order(image.shape, image.stride)
+    is_same_layout = len(image.shape) != len(made.shape) or order[-1] != 1 or prod(image.shape[2:]) == 1
+    return made if is_same_layout else replace(made, stride=dense_strides(made.shape, order))
 
 
 def run_backward(results: list[Tensor], leaves: tuple[Tensor, ...]) -> tuple[tuple[int, ...], int]:

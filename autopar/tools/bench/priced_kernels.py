@@ -43,10 +43,13 @@ def priced_kernels(pricing: Pricing, kernels: Sequence[FusedKernel]) -> tuple[Pr
     for kernel in kernels:
         members = [ops[name] for name in kernel.ops]
         factor = slowdown(kernel, members, pricing.stats)
-        weighted = [(pricing.num_bytes(a.tensor), times) for a, times in slowed_accesses(kernel, members, factor)]
+        slowed = slowed_accesses(kernel, members, factor, pricing.graph, pricing.stats)
+        weighted = [(pricing.num_bytes(access.tensor), times) for access, times in slowed]
         copied = factor * sum(a.times * pricing.num_bytes(a.tensor) for a in kernel.accesses)
         flops = (
-            element_flops(op, kernel.direction) * pricing.num_bytes(v.name) / DTYPE_BYTES[v.dtype]
+            element_flops(op, kernel.direction, pricing.graph, pricing.stats)
+            * pricing.num_bytes(v.name)
+            / DTYPE_BYTES[v.dtype]
             for op in members
             for v in op.outputs[:1]
         )

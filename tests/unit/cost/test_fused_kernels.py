@@ -17,7 +17,7 @@ from torch import nn
 from autopar.api.planning.plan import example_call
 from autopar.cost.fusion.fused_kernels import fused_kernels
 from autopar.cost.fusion.kernel import Access, FusedKernel
-from autopar.cost.fusion.traffic import slowdown
+from autopar.cost.fusion.traffic import slowdown, strided_bytes
 from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_cost import Pricing, op_costs
@@ -239,3 +239,42 @@ def test_a_pooling_reads_an_element_once_for_each_window() -> None:
     listed = kernels(traced(model, 2, 3, 12, 12))
     reads = [k.reads[0].times for k in listed if k.ops[0] in ("1.max_pool2d", "3.avg_pool2d")]
     assert reads == [9 / 4, 1.5 * 16, 9, 9]
+
+
+class Gated(nn.Module):
+    """A product of two halves of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * value)
+
+
+def test_both_halves_of_a_value_are_read() -> None:
+    listed = kernels(traced(Gated(), 4, 6, 8))
+    reads = [sorted(a.tensor for a in k.reads) for k in listed]
+    assert reads == [["chunk:0", "chunk:1"], ["chunk:0", "chunk:1", "mul"]]
+
+
+class Stream(nn.Module):
+    """A residual stream that begins with a convolution's result, as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.norm = nn.Conv2d(8, 16, 3), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        return self.mix(self.norm(x + self.mix(x)))
+
+
+@pytest.mark.parametrize(("memory_format", "num_bytes"), [(torch.contiguous_format, 4), (torch.channels_last, 0)])
+def test_a_stream_keeps_the_layout_of_its_first_value(memory_format: torch.memory_format, num_bytes: int) -> None:
+    model, x = Stream().to(memory_format=memory_format), torch.randn(2, 8, 9, 9).to(memory_format=memory_format)
+    graph = lower_model(model, example_call(model, x, None, None), "train", "net", "fp32")
+    stats = graph_stats(graph, "cuda")
+    (norm,) = (op for op in graph.ops if op.target == "aten.layer_norm.default")
+    assert strided_bytes(norm, graph, stats) == num_bytes

@@ -49,7 +49,7 @@ def test_attention_of_a_step(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("in_features", "out_features", "slowdown"),
-    [(768, 3072, 1.0), (1152, 4304, 1.2), (196, 384, 4.0), (384, 196, 4.0), (8, 8, 1.2 * 64 * 160 / 64)],
+    [(768, 3072, 1.0), (1152, 4304, 1.1), (196, 384, 4.0), (384, 196, 4.0), (8, 8, 1.1 * 64 * 224 / 64)],
 )
 def test_products_need_aligned_rows(in_features: int, out_features: int, slowdown: float) -> None:
     x, y = value("x", 128, in_features, dtype="bfloat16"), value("y", 128, out_features, dtype="bfloat16")
@@ -89,3 +89,22 @@ def test_attention_of_five_dims_takes_its_products_in_float32() -> None:
     unfused, fused = costs
     assert 107e-6 < unfused.forward_seconds < 1.6 * 107e-6
     assert unfused.forward_seconds > 1.5 * fused.forward_seconds > 0
+
+
+# Of a kernel over a large convolution of as many FLOPs, forward and backward: weight, stride, groups.
+CONVOLUTIONS = {
+    "aligned channels": ((64, 8, 3, 3), 1, 1, (1.0, 1.0)),
+    "a stem": ((64, 3, 7, 7), 2, 1, (1.2 * 2080 / 147, 2.5 * 512 / 147)),
+    "patches": ((64, 3, 16, 16), 16, 1, (1.0, 1.0)),
+    "groups of four": ((64, 4, 3, 3), 1, 16, (16.0, 16.0)),
+    "depthwise": ((64, 1, 3, 3), 1, 64, (1.0, 1.0)),
+    "two filters a channel": ((64, 1, 3, 3), 1, 32, (1.0, 30.0)),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_pad_channels_and_groups(case: str) -> None:
+    weight, stride, groups, slowdowns = CONVOLUTIONS[case]
+    x, y = (value(name, 2, n, 32, 32, dtype="bfloat16") for name, n in (("x", weight[1] * groups), ("y", weight[0])))
+    layer = op("aten.conv2d.default", ("%x", "%w", None, [stride] * 2, [0, 0], [1, 1], groups), y)
+    assert shape_slowdowns(layer, graph((x,), (parameter("w", *weight),), layer)) == pytest.approx(slowdowns)

@@ -10,7 +10,7 @@ import torch
 from support.graphs import MACHINE
 from torch import nn
 
-from autopar.cost.ops.op_cost import Pricing, op_costs
+from autopar.cost.ops.op_cost import SPLIT_START_SECONDS, Pricing, op_costs
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.hardware import ExecutionMode, Hardware
 from autopar.trace.trace import trace
@@ -39,6 +39,7 @@ def batch_norm(training: bool) -> nn.Module:
     return nn.BatchNorm2d(6).train(training)
 
 
+SPLIT = SPLIT_START_SECONDS * 1e9  # bytes that take as long
 # What is added to one pass over operands, results and gradients, forwards and backwards, byte.
 CASES: dict[str, tuple[Callable[[], nn.Module], Hardware, float, float]] = {
     "layer norm on a GPU": (layer_norm, CUDA, 0, 2 * X),
@@ -49,8 +50,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Hardware, float, float]] = {
     "batch norm on CPU": (lambda: batch_norm(True), FREE, X, 2 * X),
     "group norm": (lambda: nn.GroupNorm(2, 6), CUDA, X, 2 * X),
     "layer scale": (Scaled, CUDA, 0, X),
-    "convolution": (lambda: nn.Conv2d(6, 6, 3, padding=1, bias=False), CUDA, 0, 0),
-    "convolution with a bias": (lambda: nn.Conv2d(6, 6, 3, padding=1), CUDA, 0, X),
+    "convolution": (lambda: nn.Conv2d(6, 6, 3, padding=1, bias=False), CUDA, 0, X + SPLIT),
+    "convolution with a bias": (lambda: nn.Conv2d(6, 6, 3, padding=1), CUDA, 0, 2 * X + SPLIT),
     "gelu": (nn.GELU, CUDA, 0, 0),
 }
 
