@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.units import of_type
@@ -40,8 +41,7 @@ class ModelSource:
         """
         factory = self.factory()
         try:
-            with torch.device(device):
-                model = factory(**self.kwargs)
+            model = built_on_meta(factory, self.kwargs) if device == "meta" else built_on(device, factory, self.kwargs)
         except Exception as error:
             arguments = ", ".join(f"{k}={v!r}" for k, v in self.kwargs.items())
             raise UsageError(f"{self.name}({arguments}) failed: {type(error).__name__}: {error}") from error
@@ -65,6 +65,31 @@ class ModelSource:
             backbone = {n: None for n in ("weights_backbone",) if n in arguments}  # by default it downloads weights
             return lambda **kwargs: models.get_model(name, weights=None, **backbone | kwargs)
         return user_factory(self.name, library, name)
+
+
+def built_on(device: str, factory: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a factory returns with new tensors on a device."""
+    with torch.device(device):
+        return factory(**kwargs)
+
+
+def built_on_meta(factory: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a factory returns, its tensors without values. A factory that reads values, such as drop rates from a
+    ``linspace``, is called once more with only parameters on meta."""
+    try:
+        return built_on("meta", factory, kwargs)
+    except Exception:
+        known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+        def without_values(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch says None
+            if parameter.is_meta:
+                return parameter
+            twin = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            return known.setdefault(id(parameter), (parameter, twin))[1]  # one that modules share stays one
+
+        with register_module_parameter_registration_hook(without_values):
+            model = built_on("cpu", factory, kwargs)
+        return model.to("meta") if isinstance(model, nn.Module) else model
 
 
 def check_named_by_file(name: str, kwargs: Mapping[str, Any], instead: str) -> None:

@@ -302,22 +302,22 @@ class Converter:
 
     def colocated(self) -> Iterable[tuple[str, ...]]:
         """Names of the operations that touch the same updated memory, up to its last update; one tuple per storage."""
+        touching: defaultdict[str, list[int]] = defaultdict(list)  # positions of the operations that touch a name
+        for i, op in enumerate(self.ops):
+            for name in {*op.reads, *op.mutates, *(v.name for v in op.outputs)}:
+                touching[name].append(i)
         for root, last in self.updated_until.items():
-            names = {root} | self.aliases[root]
-            touching = [
-                op.name
-                for i, op in enumerate(self.ops)
-                if (i <= last or root in self.weights)
-                and (names & set(op.reads) or names & {v.name for v in op.outputs} or root in op.mutates)
-            ]
-            if len(touching) > 1:
-                yield tuple(touching)
+            found = {i for name in {root} | self.aliases[root] for i in touching[name]}
+            names = tuple(self.ops[i].name for i in sorted(found) if i <= last or root in self.weights)
+            if len(names) > 1:
+                yield names
         # The update of a counter reads no activation; it belongs to the stage of its module's other operations.
         for i, op in enumerate(self.ops):
             if op.mutates and not op.outputs and set(op.reads) <= self.weights:
-                neighbours = [other for other in self.ops[i + 1 :] if other.module == op.module and other.outputs]
-                if neighbours:
-                    yield (op.name, neighbours[0].name)
+                later = self.ops[i + 1 :]
+                neighbour = next((other for other in later if other.module == op.module and other.outputs), None)
+                if neighbour is not None:
+                    yield (op.name, neighbour.name)
 
 
 def updated_statistics(target: OpOverload, args: tuple) -> tuple[str, ...]:

@@ -130,5 +130,5 @@ def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
         f"Cannot trace {type(model).__name__} in {mode} mode{frame_text(user_frame(error))}. torch.export says: "
-        f"{type(error).__name__}: {reason} {ADVICE}"
+        f"{type(error).__name__}: {reason}{'' if reason.endswith(('.', '!', '?')) else '.'} {ADVICE}"
     )

@@ -16,6 +16,7 @@ from autopar.ir.plan_parts import Precision
 from autopar.ir.pytree import unflatten
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
+from autopar.trace.passes import bf16_params
 from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
 from autopar.trace.passes.precision import apply_precision, low_param_dtype
 from autopar.trace.passes.random_ops import use_counter_rng
@@ -43,7 +44,13 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
     """
     low = low_param_dtype(precision)
     traced, traced_call = (model, call) if low is None else in_low_dtype(model, call, low)
-    graph = trace(traced, traced_call.args, traced_call.kwargs, mode, name)
+    try:
+        graph = trace(traced, traced_call.args, traced_call.kwargs, mode, name)
+    except TraceError as error:
+        text = str(error)
+        if low is None or "dtype" not in text or not text.endswith(ADVICE):
+            raise
+        raise TraceError(text.removesuffix(ADVICE) + bf16_params.ADVICE) from error
     check_shared_memory(model, graph)
     if low is not None:
         graph = with_masters(graph, {n: p.dtype for n, p in model.named_parameters()}, call.leaves)

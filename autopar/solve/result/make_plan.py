@@ -211,7 +211,7 @@ def messages(problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int,
 def transfer_seconds(setting: Setting, problem: CutProblem, pair: tuple[int, int], num_bytes: int) -> float:
     """Time of what one stage sends to another for each microbatch."""
     if pair not in problem.hops:
-        problem.hops[pair] = hop_link(setting.hardware, problem.mesh, *pair)
+        problem.hops[pair] = hop_link(setting.hardware, problem.mesh, *pair, problem.chunks)
     return one_way_seconds(num_bytes, problem.hops[pair])
 
 

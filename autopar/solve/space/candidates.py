@@ -12,7 +12,7 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
 from autopar.ir.plan_parts import INTERLEAVED, ScheduleName, ZeroStage
-from autopar.ir.units import BYTES, text
+from autopar.ir.units import BYTES, plural, text
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
@@ -483,7 +483,7 @@ def no_cuts_note(merged: Merged) -> str:
     """Note for a candidate without any cuts."""
     pieces = merged.problem.cost.loss
     if merged.problem.stages > pieces:
-        return f"can be cut into {pieces} pieces at most"
+        return f"can be cut into {plural(pieces, 'piece')} at most"
     return "has no contiguous cuts"
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -93,37 +92,46 @@ def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
     return tuple(sorted({len(microbatch_sizes(batch, m)) for m in asked}))
 
 
-def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> Link:
+def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, chunks: int = 1) -> Link:
     """The slowest link from a rank of one stage to its partner on another: the same replica and shard. Between two
     stages of one rank it takes no time.
 
-    Ranks of a node whose stages lie equally far apart send at the same time, and share what their node has.
+    Ranks of a node that send at the same time share what their node has: within the node those whose stages lie equally
+    far apart, out of it all that send activations or gradients to another node.
 
+    Args:
+        chunks: stages per rank; with several, the last rank of a pipeline sends to the first one too.
     Raises:
         HardwareError: partners are on different nodes and the machine has no network.
+    Error: a rank that sends both ways is counted once, and messages that never meet share the ports too.
     """
     src, dst, width, per_node = src % mesh.pp, dst % mesh.pp, mesh.tp * mesh.dp, hardware.devices_per_node
     if src == dst:
         return Link(0.0, float("inf"))
     # Where a stage fills a node or more, all partners are on other nodes.
     ranks, distance = range(src * width, src * width + min(width, per_node)), (dst - src) * width
-    nodes = {rank // per_node for rank in ranks}
-    senders = Counter(
-        (node, (rank + distance) // per_node == node)
-        for node in nodes
-        for rank in range(node * per_node, (node + 1) * per_node)
-        if 0 <= rank + distance < mesh.devices
-    )
-    links = [
-        hardware.message_link(r, r + distance, senders[r // per_node, (r + distance) // per_node == r // per_node])
-        for r in ranks
-    ]
-    return max(links, key=lambda link: link.seconds(TYPICAL_BYTES))
+    either = {width, distance, (mesh.pp - 1) * width if chunks > 1 else width}
+
+    def partners(rank: int, steps: Iterable[int]) -> list[int]:
+        return [rank + step for step in steps if 0 <= rank + step < mesh.devices]
+
+    def num_senders(node: int, leaves: bool) -> int:
+        """Ranks of a node that send at the same time, out of it or within it."""
+        own, steps = range(node * per_node, (node + 1) * per_node), {*either, *(-step for step in either)}
+        if leaves:
+            return sum(any(other not in own for other in partners(rank, steps)) for rank in own if rank < mesh.devices)
+        return sum(other in own for rank in own for other in partners(rank, [distance]))
+
+    def link(rank: int) -> Link:
+        node, leaves = rank // per_node, (rank + distance) // per_node != rank // per_node
+        return hardware.message_link(rank, rank + distance, num_senders(node, leaves))
+
+    return max(map(link, ranks), key=lambda link: link.seconds(TYPICAL_BYTES))
 
 
 def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Link, ...]:
     """Link after each stage but the last, with so many stages per rank. Raises as `hop_link`."""
-    return tuple(hop_link(hardware, mesh, s, s + 1) for s in range(mesh.pp * chunks - 1))
+    return tuple(hop_link(hardware, mesh, s, s + 1, chunks) for s in range(mesh.pp * chunks - 1))
 
 
 TYPICAL_BYTES = 2**22  # of a message as stages send them

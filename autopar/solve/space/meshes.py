@@ -99,10 +99,10 @@ def check_product(constraints: Constraints) -> None:
     remedies = [f"devices={product}"]
     for name, size in given.items():
         rest = product // size
-        if devices % rest == 0:
-            remedies.append(f"{name}={devices // rest}")
-        elif len(given) == 1:
+        if len(given) == 1:
             remedies += [f"{name}={d}" for d in nearest(size, divisors(devices))]
+        elif devices % rest == 0:
+            remedies.append(f"{name}={devices // rest}")
     raise UsageError(f"{sizes} {makes}, not {devices}. Use {' or '.join(dict.fromkeys(remedies))}.")
 
 

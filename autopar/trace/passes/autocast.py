@@ -68,7 +68,8 @@ class AutocastRewriter:
 
     def __init__(self, graph: Graph, low: str) -> None:
         self.graph, self.low = graph, low
-        self.weights = tuple(self.weight(w, low_precision_weights(graph, low)) for w in graph.weights)
+        cast = low_precision_weights(graph, low)
+        self.weights = tuple(self.weight(w, cast) for w in graph.weights)
         self.current = {value.name: value for value in graph.inputs}
         self.current |= {w.name: w.value for w in self.weights}
         self.traced_dtype = {name: value.dtype for name, value in graph.readable.items()}

@@ -23,6 +23,11 @@ OF_ONE_DTYPE = {
     "linear", "bilinear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "layer_norm", "group_norm",
 }  # fmt: skip
+# Why a model fails with low parameters, and what helps.
+ADVICE = (
+    'With precision="bf16-params" parameters and inputs are bfloat16; buffers, and what the model makes float32 by '
+    'itself, stay as they are. Cast those in the model, as in buffer.to(x.dtype), or use precision="bf16".'
+)
 KEEPS_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -101,9 +106,4 @@ def check_dtypes(graph: Graph) -> None:
             given = {name: dtypes[name] for name in op.reads if "float" in dtypes[name]}
             if len({*given.values()}) > 1:
                 listed = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
-                raise UsageError(
-                    f"{op.name} cannot compute with operands of several dtypes: {listed}. With "
-                    'precision="bf16-params" parameters and inputs are bfloat16; buffers, and what the model makes '
-                    "float32 by itself, stay as they are. Cast those in the model, as in buffer.to(x.dtype), or use "
-                    'precision="bf16".'
-                )
+                raise UsageError(f"{op.name} cannot compute with operands of several dtypes: {listed}. {ADVICE}")

@@ -13,7 +13,7 @@ from support.models import Tied, resnet18, tiny_vit
 from torch import nn
 
 import autopar
-from autopar import UsageError
+from autopar import TraceError, UsageError
 from autopar.tools.parity.compare import compare
 from autopar.trace.passes.bf16_params import params_to_lower
 
@@ -152,6 +152,29 @@ def test_a_model_that_mixes_its_copies_with_float32_buffers_is_refused() -> None
     for model in (Buffered(cast=True), Buffered(cast=False, only_last=True), Masked()):
         with autopar.parallelize(model, 1, x, precision="bf16-params") as pm:
             assert pm.eval()(x).shape == (8, 4)
+
+
+class BiasedAttention(nn.Module):
+    """Float32 queries, by a buffer, with a mask of parameters: BEiT's, which torch.export refuses in bfloat16."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+        self.mask = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x * self.scale).expand(2, 8, 8)
+        return F.scaled_dot_product_attention(x, x, x, self.mask)[0]
+
+
+def test_a_model_that_cannot_be_traced_for_its_dtypes_is_told_of_the_precision() -> None:
+    x = torch.randn(8, 8)
+    with pytest.raises(TraceError, match=r'precision="bf16-params" parameters .* use precision="bf16"\.$') as caught:
+        autopar.plan(BiasedAttention(), 1, x, precision="bf16-params")
+    assert "may not branch" not in str(caught.value)
+    autopar.plan(BiasedAttention(), 1, x, precision="bf16")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])

@@ -160,12 +160,21 @@ def test_full_bisection_is_no_limit() -> None:
         (Mesh(2, 2, 8), (0, 1), 1 / 4),
         (Mesh(4, 1, 6), (0, 1), 1 / 3),  # ranks 2 to 5 have their partners on the next node, and 6 and 7 of stage 1
         (Mesh(8, 1, 4), (0, 2), 1 / 4),  # over a stage: all ranks of a node send
-        (Mesh(8, 1, 4), (7, 8), 1 / 2),  # to the next chunk, on the first rank
+        (Mesh(8, 1, 4), (3, 4), 1 / 4),  # between other nodes: gradients to the one before from four, too
+        (Mesh(8, 1, 4), (4, 3), 1 / 4),
+        (Mesh(8, 1, 4), (7, 8), 1 / 4),  # to the next chunk, on the first rank
     ],
 )
 def test_senders_of_a_node_share_its_ports(mesh: Mesh, hop: tuple[int, int], gigabytes: float) -> None:
     hardware = machine(Network(Port(1e-5, 1e9), 2))
     assert_close(hop_link(hardware, mesh, *hop), 1e-5, gigabytes)
+
+
+def test_the_first_and_the_last_rank_of_several_chunks_share_a_port() -> None:
+    hardware = machine(Network(Port(1e-5, 1e9), 1))
+    assert_close(hop_link(hardware, Mesh(16), 7, 8), 1e-5, 1)  # one stage a rank: activations only
+    assert_close(hop_link(hardware, Mesh(16), 7, 8, chunks=2), 1e-5, 1 / 2)  # and gradients from rank 0 to rank 15
+    assert_close(hop_link(hardware, Mesh(32), 15, 16), 1e-5, 1 / 2)  # activations, and gradients to the node before
 
 
 def test_senders_inside_a_node_share_what_its_file_says() -> None:

@@ -65,8 +65,8 @@ def test_a_group_across_nodes_must_be_asked_for() -> None:
                                       "dp=1."),
         ({"pp": 1, "tp": 1, "dp": 2}, "pp=1 × tp=1 × dp=2 make 2 devices, not 4. Use devices=2 or pp=2 or tp=2 or "
                                       "dp=4."),
-        ({"pp": 3}, "pp=3 needs a multiple of 3 devices, not 4. Use devices=3 or pp=4."),
-        ({"tp": 3}, "tp=3 needs a multiple of 3 devices, not 4. Use devices=3 or tp=4."),
+        ({"pp": 3}, "pp=3 needs a multiple of 3 devices, not 4. Use devices=3 or pp=2 or pp=4."),
+        ({"tp": 3}, "tp=3 needs a multiple of 3 devices, not 4. Use devices=3 or tp=2 or tp=4."),
         ({"dp": 8}, "dp=8 needs a multiple of 8 devices, not 4. Use devices=8 or dp=4."),
         ({"devices": 12, "pp": 2, "tp": 4}, "pp=2 × tp=4 make 8 devices, not 12. Use devices=8 or pp=3 or tp=6."),
         ({"devices": 5, "dp": 5}, "dp=5: 5 replicas cannot share a batch of 64 samples evenly. Use dp=4 or dp=8, or a "

@@ -29,6 +29,7 @@ from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
+from autopar.trace.passes import autocast
 from autopar.trace.passes.autocast_policy import POLICY
 
 
@@ -213,6 +214,15 @@ def test_what_is_updated_in_place_is_cast_anew() -> None:
     assert any("mul.bf16" in names for names in graph.colocated)
     with torch.autocast("cpu", torch.bfloat16), autopar.parallelize(model, 1, x, precision="bf16") as pm:
         assert torch.equal(pm(x), model(x))
+
+
+def test_the_readers_of_weights_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    found = autocast.low_precision_weights
+    monkeypatch.setattr(autocast, "low_precision_weights", lambda *args: calls.append(args) or found(*args))
+    graph = graph_of(ConvNet(), torch.randn(2, 3, 8, 8))
+    assert len(calls) == 1
+    assert len(graph.weights) > 1
 
 
 def test_regions_of_the_model_keep_their_own_precision() -> None:
