@@ -66,12 +66,13 @@ class Refined:
     """Shardings for a decision's mesh and microbatches, and a bound of the step over all shardings and cuts.
 
     ``graph`` has the strategies that they are made of; ``priced`` prices any other choice of them, one for each group.
+    ``bound_seconds`` is None where nothing is proven over all shardings.
     """
 
     graph: StrategyGraph
     shardings: tuple[Priced, ...]
     priced: Callable[[tuple[int, ...]], Priced]
-    bound_seconds: float
+    bound_seconds: float | None
 
 
 Refine = Callable[[Decision], Refined]
@@ -414,6 +415,8 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
     if better is not None and better.seconds < cuts.seconds:
         cuts = solve_cuts(setting, better.problem, better.stage_of)
         decision = replace(better.decision, stage_of=cuts.stage_of)
+    if refined.bound_seconds is None:
+        return decision, replace(cuts.solver, status=f"{cuts.solver.status} for the cuts")
     bound = min(cuts.bound_seconds, refined.bound_seconds)
     gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE

@@ -134,19 +134,32 @@ def pareto(
 
 
 def work_bound_seconds(graph: StrategyGraph, effort: Effort | None = None) -> float:
-    """A proven lower bound of compute and conversions of one microbatch, whatever the sharding costs once a step."""
+    """A lower bound of compute and conversions of one microbatch, whatever the sharding costs once a step, by the
+    prices of single strategies, which the whole sharded graph may undercut: see `proven_work_seconds`."""
     return _search(graph, ObjectiveWeights(float("inf")), effort or Effort(default_solver())).bound_seconds
 
 
+def proven_work_seconds(graph: StrategyGraph) -> float:
+    """A lower bound of compute and conversions of one microbatch as the whole sharded graph is priced, under every
+    sharding in which groups of one kind share their strategy."""
+    return _relaxed_seconds(graph, float("inf"))
+
+
 def any_sharding_seconds(graph: StrategyGraph, microbatches: float) -> float:
-    """A lower bound of compute and conversions of one microbatch and of a share of what is spent once a step, whatever
-    the strategies, of which groups of one kind need not share any.
+    """As `proven_work_seconds`, with a share of what is spent once a step, whatever the strategies, of which groups of
+    one kind need not share any.
 
     A pipeline that takes at least ``passes`` seconds for each second of a microbatch, see `least_passes`, takes no less
     than passes · `any_sharding_seconds` (pp · passes): one of its pp ranks spends an even share or more once a step.
     """
     kinds = replace(graph, groups=tuple(replace(group, kind=kind) for kind, group in enumerate(graph.groups)))
-    program = sharding_program(kinds, ObjectiveWeights(microbatches))
+    return _relaxed_seconds(kinds, microbatches)
+
+
+def _relaxed_seconds(graph: StrategyGraph, microbatches: float) -> float:
+    """The bound that the program's relaxation gives, where strategies take no ``context_seconds``."""
+    groups = (replace(group, strategies=tuple(choice.least for choice in group.strategies)) for group in graph.groups)
+    program = sharding_program(replace(graph, groups=tuple(groups)), ObjectiveWeights(microbatches))
     for x in program.strategy_vars.x.values():
         x.cat = pulp.LpContinuous
     return run(program.lp, default_solver(), 0.0, 10.0).bound * program.seconds

@@ -104,14 +104,14 @@ def point_of(decision: Decision) -> Point:
 class LowerBounds:
     """Lower bounds of the step at every point.
 
-    ``proven_seconds`` collects proven bounds of one microbatch, by tp and samples; they hold for every mesh.
+    ``strategy_seconds`` collects bounds of one microbatch by `Costs.bound_seconds`, by tp and samples, for every mesh.
     ``estimates`` collects the steps of points that were priced. Points slower than the best step by at most the share
     ``slack`` are still evaluated.
     """
 
     setting: Setting
     slack: float = 0.0
-    proven_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    strategy_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     estimates: dict[Point, float] = field(default_factory=dict)
 
     def limit(self, best_seconds: float) -> float:
@@ -139,7 +139,7 @@ class LowerBounds:
     def microbatch_seconds(self, point: Point) -> float:
         """Lower bound of the time of one microbatch on all stages."""
         tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
-        return self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
+        return self.strategy_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
 
     def least_expected(self, points: Sequence[Point]) -> float:
         """The least of `expected_seconds`, after pricing its points until one of them keeps it or it rises."""
@@ -154,7 +154,7 @@ class LowerBounds:
                 self.estimate(point)
 
     def lowest(self, points: Sequence[Point], ceiling_seconds: float) -> float:
-        """The least of `seconds`, proven over all shardings unless it reaches the ceiling."""
+        """The least of `seconds`, over all shardings unless it reaches the ceiling."""
         while True:
             point = min(points, key=self.seconds)
             lowest = self.seconds(point)
@@ -162,9 +162,9 @@ class LowerBounds:
                 return lowest
 
     def tighten(self, point: Point) -> float:
-        """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
+        """As `seconds`, after solving for the shortest time of one microbatch over all shardings."""
         tp, size = key = point.mesh.tp, microbatch_samples(self.setting, point)
-        self.proven_seconds[key] = self.setting.costs.bound_seconds(tp, size)
+        self.strategy_seconds[key] = self.setting.costs.bound_seconds(tp, size)
         return self.seconds(point)
 
 

@@ -46,6 +46,7 @@ class ChoicePrices:
     choice_graph: StrategyGraph
     graph: Graph
     hardware: Hardware = MACHINE
+    factors: tuple[()] = ()
 
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         return self.choice_graph
@@ -70,6 +71,8 @@ class ChoicePrices:
 
     def bound_seconds(self, tp: int, size: int) -> float:
         return solve_shardings(self.choice_graph, 1).bound_seconds
+
+    proven_seconds = bound_seconds
 
     def priced_strategies(self, picks: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int) -> Priced:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes
