@@ -172,9 +172,8 @@ class PlanCosts:
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding at level 0, then ever smaller and slower ones; None after the smallest."""
-        graph, bound = self.strategy_graph(tp, size), self.bound_seconds(tp, size)
         in_flight = min(microbatches, MICROBATCHES_IN_FLIGHT)
-        solutions = pareto(graph, microbatches, in_flight, bound_seconds=bound)  # lazy: solves one program per solution
+        solutions = pareto(self.strategy_graph(tp, size), microbatches, in_flight)  # lazy: solves a program for each
         return self.memoized(("shardings", tp, size, microbatches), LazySolutions, solutions).at(memory_level)
 
     def sharded(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> Sharded:

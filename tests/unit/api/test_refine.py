@@ -30,7 +30,7 @@ from autopar.solve.cuts.problem import CutProblem, Priced
 from autopar.solve.result.make_plan import Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.cost import resharding_cost, value_edges
-from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
+from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings, work_bound_seconds
 from autopar.solve.space.constraints import Constraints, boundary_links
 
 MACHINE = replace(load_hardware("h200-nvlink"), link=Link(1e-3, 1e3))
@@ -70,7 +70,7 @@ class ChoicePrices:
         return [*pareto(self.choice_graph, microbatches), None][memory_level]
 
     def bound_seconds(self, tp: int, size: int) -> float:
-        return solve_shardings(self.choice_graph, 1).bound_seconds
+        return work_bound_seconds(self.choice_graph)
 
     proven_seconds = bound_seconds
 
