@@ -243,7 +243,7 @@ def explore_mesh(
     while waiting:
         expected, number, point = heappop(waiting)
         near = min(best, ceiling_seconds)
-        limit = bounds.limit(near) if best < float("inf") or better_only else float("inf")
+        limit = bounds.limit_at(point, near) if best < float("inf") or better_only else float("inf")
         if bounds.seconds(point) >= limit or bounds.tighten(point) >= limit:
             continue
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they

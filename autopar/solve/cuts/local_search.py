@@ -29,7 +29,8 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
     """The best of some contiguous cuts moved while that shortens the simulated step, within the capacity.
 
     The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
-    has several it also matters which of them is slow.
+    has several it also matters which of them is slow. Where stages recompute, the step jumps with the number of their
+    segments that do: the best cuts without a limit are then moved too, from the other side of such a jump.
     """
     if problem.balance != "time":
         return known[0]
@@ -43,16 +44,24 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
             tried[cuts] = step_seconds(setting, problem, cuts, ceiling)
         return tried[cuts]
 
-    best = min(starts, key=seconds)
     trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
-    improved = True
-    while improved and len(tried) < trials:
-        improved = False
-        for cuts in neighbours(best):
-            if len(tried) < trials and seconds(cuts, tried[best]) < tried[best]:
-                best, improved = cuts, True
-                break
-    return stages_of(best, len(known[0]))
+
+    def moved(best: tuple[int, ...], most: int) -> tuple[int, ...]:
+        improved = True
+        while improved and len(tried) < most:
+            improved = False
+            for cuts in neighbours(best):
+                if len(tried) < most and seconds(cuts, tried[best]) < tried[best]:
+                    best, improved = cuts, True
+                    break
+        return best
+
+    best, size = moved(min(starts, key=seconds), trials), len(known[0])
+    if problem.may_recompute and any(c.recomputed_below for c in own_peak_costs(problem, stages_of(best, size))):
+        unlimited = contiguous_cuts(free)
+        if unlimited is not None and seconds(cuts_of(unlimited)) < float("inf"):
+            best = min(best, moved(cuts_of(unlimited), len(tried) + trials), key=seconds)
+    return stages_of(best, size)
 
 
 def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
