@@ -273,8 +273,9 @@ def explore_mesh(
 
 def fits_at_all(setting: Setting, mesh: Mesh) -> bool:
     """Whether the mesh fits at a point that needs little memory, under any sharding."""
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
     found = (
-        cut_and_evaluate(setting, point, priced, near_seconds=0.0)
+        cut_and_evaluate(setting, point, priced, make_cut_problem(setting, point, priced), limit_bytes, 0.0)
         for point in least_memory_points(setting, mesh)
         if weights_fit(setting, point)
         for priced in shardings_at(setting, point)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain, pairwise, repeat
 
@@ -13,9 +13,9 @@ from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan_parts import Balance
 from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, is_contiguous, own_peak_costs
-from autopar.solve.cuts.intervals import Matrix, Sums, Vector, intervals_of
+from autopar.solve.cuts.intervals import Matrix, Sums, Vector, exposed_seconds, intervals_of
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of
+from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of, with_update
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
@@ -45,23 +45,31 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
         return tried[cuts]
 
     trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
-
-    def moved(best: tuple[int, ...], most: int) -> tuple[int, ...]:
-        improved = True
-        while improved and len(tried) < most:
-            improved = False
-            for cuts in neighbours(best):
-                if len(tried) < most and seconds(cuts, tried[best]) < tried[best]:
-                    best, improved = cuts, True
-                    break
-        return best
-
-    best, size = moved(min(starts, key=seconds), trials), len(known[0])
+    best, size = moved(min(starts, key=seconds), seconds, tried, trials), len(known[0])
     if problem.may_recompute and any(c.recomputed_below for c in own_peak_costs(problem, stages_of(best, size))):
         unlimited = contiguous_cuts(free)
         if unlimited is not None and seconds(cuts_of(unlimited)) < float("inf"):
-            best = min(best, moved(cuts_of(unlimited), len(tried) + trials), key=seconds)
+            best = min(best, moved(cuts_of(unlimited), seconds, tried, len(tried) + trials), key=seconds)
     return stages_of(best, size)
+
+
+def moved(
+    cuts: tuple[int, ...], seconds: Callable[[tuple[int, ...], float], float], tried: Sized, most: int
+) -> tuple[int, ...]:
+    """Cuts moved while that shortens the step, until so many were tried.
+
+    Args:
+        seconds: step of some cuts, infinite if it is no shorter than a ceiling.
+        tried: cuts of which ``seconds`` was asked for.
+    """
+    shortest, improved = seconds(cuts, float("inf")), True
+    while improved and len(tried) < most:
+        improved = False
+        for other in neighbours(cuts):
+            if len(tried) < most and (step := seconds(other, shortest)) < shortest:
+                cuts, shortest, improved = other, step, True
+                break
+    return cuts
 
 
 def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -94,8 +102,9 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     costs = own_peak_costs(problem, units)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
-    again = problem.may_recompute and any(c.recomputed_below for c in costs)
-    return step_time_of(setting, problem, units, costs, None if again else pipeline).seconds
+    if pipeline is None or (problem.may_recompute and any(c.recomputed_below for c in costs)):
+        return step_time_of(setting, problem, units, costs).seconds
+    return with_update(setting, problem, costs, pipeline).seconds
 
 
 def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
@@ -118,12 +127,10 @@ def update_floor_seconds(problem: CutProblem, stage_of: Sequence[int]) -> float:
     def total(amounts: Sums | Matrix) -> Vector:
         return by_rank(problem, amounts[at])
 
-    buckets = np.maximum(1.0, total(intervals.num_buckets))
-    reduction, gather = total(intervals.reduce_seconds), total(intervals.gather_seconds)
-    hidden = np.inf if problem.may_recompute else total(intervals.backward_seconds)
-    exposed = np.maximum(reduction - hidden, reduction / buckets)
-    exposed += np.maximum(gather - total(intervals.forward_seconds), gather / buckets)
-    return float((exposed + total(intervals.contention_seconds) + total(intervals.optimizer_seconds)).max())
+    hidden = total(intervals.backward_seconds) + (np.inf if problem.may_recompute else 0.0)
+    exposed = exposed_seconds(intervals, hidden, total(intervals.forward_seconds), total)
+    update = (total(intervals.weight_sums(name)) for name in ("contention_seconds", "optimizer_seconds"))
+    return float(sum(update, exposed).max())
 
 
 def ends_and_begins(problem: CutProblem, stage_of: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -405,7 +405,7 @@ def evaluate(
         best_seconds: the best step known; cuts far above it are not improved by local search.
         listed_seconds: a step below this one is of interest too, once there are cuts.
     """
-    best: Candidate | None = None
+    best, limit_bytes = None, setting.constraints.capacity_bytes(setting.hardware)
     if bounds.tighten(point) >= ceiling_seconds:
         return None
     for priced in shardings_at(setting, point):
@@ -413,7 +413,8 @@ def evaluate(
         limit, found = min(ceiling_seconds, known), None
         if step_floor(setting, point, priced) < limit:
             ceiling = max(limit, min(listed_seconds, known))
-            found = cut_and_evaluate(setting, point, priced, NEAR_BEST * best_seconds, ceiling)
+            problem = make_cut_problem(setting, point, priced)
+            found = cut_and_evaluate(setting, point, priced, problem, limit_bytes, NEAR_BEST * best_seconds, ceiling)
         if found is None:
             return best if known < float("inf") else None
         if best is None or found.seconds <= best.seconds:
@@ -426,59 +427,49 @@ def evaluate(
 
 
 def cut_and_evaluate(
-    setting: Setting, point: Point, priced: Priced, near_seconds: float, ceiling_seconds: float = float("inf")
+    setting: Setting,
+    point: Point,
+    priced: Priced,
+    problem: CutProblem,
+    limit_bytes: float,
+    near_seconds: float = float("inf"),
+    ceiling_seconds: float = float("inf"),
 ) -> Candidate | None:
-    """The point under one sharding, with its best contiguous cuts or why there are none; None where the ranks are busy
-    until the ceiling, and too long for local search.
+    """The point under one sharding, with the best contiguous cuts, or with a note why there are none; None where the
+    ranks are busy until the ceiling, and too long for local search.
 
     Args:
+        limit_bytes: memory of a rank, from which the capacity for which the problem is cut first may differ.
         near_seconds: cuts whose step is longer are not improved by local search.
     """
-    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    found = cut(Candidate(point, make_cut_problem(setting, point, priced), priced, None, None), limit_bytes)
-    if found.stage_of is not None and ceiling_seconds < float("inf"):
-        merged = merge(found.problem)
-        busy = busy_seconds(setting, merged.problem, merged.units(found.stage_of))
-        if busy >= max(near_seconds, ceiling_seconds):
-            return None
-    return simulated(setting, found, limit_bytes, near_seconds)
-
-
-def evaluate_cuts(
-    setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
-) -> Candidate:
-    """A point with its best contiguous cuts, for a problem whose own capacity may differ from ``limit_bytes``."""
-    return simulated(setting, cut(Candidate(point, problem, priced, None, None), limit_bytes), limit_bytes)
-
-
-def cut(candidate: Candidate, limit_bytes: float) -> Candidate:
-    """The candidate with contiguous cuts, or with a note why there are none."""
-    problem = candidate.problem
+    uncut = Candidate(point, problem, priced, None, None)
     if (share := even_share_bytes(problem)) > limit_bytes:
-        return replace(candidate, note=f"does not fit: over {text(share, BYTES)}")
+        return replace(uncut, note=f"does not fit: over {text(share, BYTES)}")
     merged = merge(problem)
     units = contiguous_cuts(merged.problem)
     if units is None or fullest_rank_bytes(merged, units) > limit_bytes:
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
-        return replace(candidate, note=note)
-    return replace(candidate, stage_of=merged.expand(units))
-
-
-def simulated(
-    setting: Setting, candidate: Candidate, limit_bytes: float, near_seconds: float = float("inf")
-) -> Candidate:
-    """The candidate with its step, if it has cuts, which local search improves where the step is near."""
-    problem, stage_of = candidate.problem, candidate.stage_of
-    if stage_of is None:
-        return candidate
-    step = step_time(setting, problem, stage_of)
+        return replace(uncut, note=note)
+    ceiling = max(near_seconds, ceiling_seconds)
+    if ceiling < float("inf") and busy_seconds(setting, merged.problem, units) >= ceiling:
+        return None
+    step = step_time(setting, problem, merged.expand(units))
     if problem.stages > 1 and step.seconds < near_seconds:
-        merged, limit = merge(problem), None if limit_bytes == float("inf") else int(limit_bytes)
-        moved = local_search(setting, replace(merged.problem, capacity_bytes=limit), merged.units(stage_of))
-        if merged.expand(moved) != stage_of:
-            stage_of, step = merged.expand(moved), step_time(setting, problem, merged.expand(moved))
-    return replace(candidate, stage_of=stage_of, step=step)
+        limit = None if limit_bytes == float("inf") else int(limit_bytes)
+        moved = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
+        if moved != units:
+            units, step = moved, step_time(setting, problem, merged.expand(moved))
+    return replace(uncut, stage_of=merged.expand(units), step=step)
+
+
+def evaluate_cuts(
+    setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
+) -> Candidate:
+    """As `cut_and_evaluate`, without a ceiling."""
+    found = cut_and_evaluate(setting, point, priced, problem, limit_bytes)
+    assert found is not None, "there is no ceiling to reach"
+    return found
 
 
 def does_not_fit(num_bytes: int) -> str:
