@@ -21,6 +21,7 @@ from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
 # Numbers of groups by which a cut moves: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
+FAR_STRIDES = (32, 16)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
 
@@ -30,7 +31,7 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
 
     The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
     has several it also matters which of them is slow. Where stages recompute, the step jumps with the number of their
-    segments that do: the best cuts without a limit are then moved too, from the other side of such a jump.
+    segments that do: cuts are then moved further too, to the other side of such a jump.
     """
     if problem.balance != "time":
         return known[0]
@@ -47,14 +48,16 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
     trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
     best, size = moved(min(starts, key=seconds), seconds, tried, trials), len(known[0])
     if problem.may_recompute and any(c.recomputed_below for c in own_peak_costs(problem, stages_of(best, size))):
-        unlimited = contiguous_cuts(free)
-        if unlimited is not None and seconds(cuts_of(unlimited)) < float("inf"):
-            best = min(best, moved(cuts_of(unlimited), seconds, tried, len(tried) + trials), key=seconds)
+        best = moved(best, seconds, tried, len(tried) + trials, (*FAR_STRIDES, *STRIDES))
     return stages_of(best, size)
 
 
 def moved(
-    cuts: tuple[int, ...], seconds: Callable[[tuple[int, ...], float], float], tried: Sized, most: int
+    cuts: tuple[int, ...],
+    seconds: Callable[[tuple[int, ...], float], float],
+    tried: Sized,
+    most: int,
+    strides: Sequence[int] = STRIDES,
 ) -> tuple[int, ...]:
     """Cuts moved while that shortens the step, until so many were tried.
 
@@ -65,16 +68,16 @@ def moved(
     shortest, improved = seconds(cuts, float("inf")), True
     while improved and len(tried) < most:
         improved = False
-        for other in neighbours(cuts):
+        for other in neighbours(cuts, strides):
             if len(tried) < most and (step := seconds(other, shortest)) < shortest:
                 cuts, shortest, improved = other, step, True
                 break
     return cuts
 
 
-def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def neighbours(cuts: tuple[int, ...], strides: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The cuts with one of them moved, or two neighbours, or more, all by as much."""
-    for stride in STRIDES:
+    for stride in strides:
         for length in range(1, len(cuts) + 1):
             for i in range(len(cuts) - length + 1):
                 for by in (-stride, stride):
