@@ -253,8 +253,9 @@ class SolverInfo:
 
     Args:
         gap: (step − bound) / step of the simulated step, with the bound of all contiguous cuts in the orders that were
-            searched and, where tensors are sharded, of all shardings; of the largest load for other balances.
-        method: what was solved for: cuts alone, or shardings and then cuts.
+            searched and, where tensors are sharded, of all shardings unless operations were timed; of the largest load
+            for other balances.
+        method: what the gap is proven over: "cuts", "shardings", or "shardings then cuts".
         other_meshes: None in older files, where no other mesh is allowed, and where operations were timed, whose times
             for other meshes are estimates.
         measuring: None in older files, and where nothing may be timed.

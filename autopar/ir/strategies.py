@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from autopar.ir.layout import Layout
@@ -27,6 +27,7 @@ class ShardingStrategy:
         input_layouts: layout in which the group reads each of ``StrategyGroup.reads``.
         output_layouts: layout of each of ``StrategyGroup.makes``; never partial.
         weight_layouts: layout of each of ``StrategyGroup.weights``.
+        context_seconds: part of ``seconds`` that strategies of other groups may save, as kernels fuse differently.
     """
 
     name: str
@@ -39,11 +40,17 @@ class ShardingStrategy:
     input_layouts: tuple[Layout, ...]
     output_layouts: tuple[Layout, ...]
     weight_layouts: tuple[Layout, ...]
+    context_seconds: float = field(default=0.0, compare=False)
 
     @property
     def seconds(self) -> float:
         """Forward and backward time per microbatch."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def least(self) -> ShardingStrategy:
+        """The strategy without its ``context_seconds``, which count as the forward's."""
+        return replace(self, forward_seconds=self.forward_seconds - self.context_seconds, context_seconds=0.0)
 
 
 @dataclass(frozen=True)

@@ -205,9 +205,15 @@ def solver_rows(plan: PlanView) -> list[tuple[str, str]]:
     done = f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s"
     if solver.balance != "time":
         return [("solver", f"{done}, balancing {solver.balance}")]
-    what = {(False, True): "cuts", (True, True): "shardings and cuts", (True, False): "shardings"}
+    what = {
+        "cuts": "cuts of this mesh" if mesh.tp == 1 else "cuts of these shardings",
+        "shardings": "shardings of this mesh",
+        "shardings then cuts": "shardings and cuts of this mesh",
+    }[solver.method]
+    if solver.method == "cuts" and mesh.pp == 1:
+        return [("solver", done), *others]
     least = text(plan.prediction.step_seconds * (1 - solver.gap), TIME)
-    return [("solver", done), ("", f"no {what[mesh.tp > 1, mesh.pp > 1]} of this mesh take less than {least}"), *others]
+    return [("solver", done), ("", f"no {what} take less than {least}"), *others]
 
 
 def other_meshes_text(plan: PlanView) -> str:

@@ -66,12 +66,13 @@ class Refined:
     """Shardings for a decision's mesh and microbatches, and a bound of the step over all shardings and cuts.
 
     ``graph`` has the strategies that they are made of; ``priced`` prices any other choice of them, one for each group.
+    ``bound_seconds`` is None where nothing is proven over all shardings.
     """
 
     graph: StrategyGraph
     shardings: tuple[Priced, ...]
     priced: Callable[[tuple[int, ...]], Priced]
-    bound_seconds: float
+    bound_seconds: float | None
 
 
 Refine = Callable[[Decision], Refined]
@@ -242,7 +243,7 @@ def explore_mesh(
     while waiting:
         expected, number, point = heappop(waiting)
         near = min(best, ceiling_seconds)
-        limit = bounds.limit(near) if best < float("inf") or better_only else float("inf")
+        limit = bounds.limit_at(point, near) if best < float("inf") or better_only else float("inf")
         if bounds.seconds(point) >= limit or bounds.tighten(point) >= limit:
             continue
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
@@ -272,8 +273,9 @@ def explore_mesh(
 
 def fits_at_all(setting: Setting, mesh: Mesh) -> bool:
     """Whether the mesh fits at a point that needs little memory, under any sharding."""
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
     found = (
-        cut_and_evaluate(setting, point, priced, near_seconds=0.0)
+        cut_and_evaluate(setting, point, priced, make_cut_problem(setting, point, priced), limit_bytes, 0.0)
         for point in least_memory_points(setting, mesh)
         if weights_fit(setting, point)
         for priced in shardings_at(setting, point)
@@ -414,6 +416,8 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
     if better is not None and better.seconds < cuts.seconds:
         cuts = solve_cuts(setting, better.problem, better.stage_of)
         decision = replace(better.decision, stage_of=cuts.stage_of)
+    if refined.bound_seconds is None:
+        return decision, replace(cuts.solver, status=f"{cuts.solver.status} for the cuts")
     bound = min(cuts.bound_seconds, refined.bound_seconds)
     gap = (cuts.seconds - bound) / cuts.seconds if cuts.seconds else 0.0
     closed = gap <= problem.gap + SOLVER_TOLERANCE

@@ -124,6 +124,8 @@ class Unsharded:
     def bound_seconds(self, tp: int, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups)
 
+    proven_seconds = bound_seconds
+
 
 def pipeline(cost_at: Callable[[int], CostGraph], graph: Graph, hardware: Hardware, asked: Constraints) -> Plan:
     """Plan with one stage on every device."""
@@ -193,6 +195,8 @@ class Splittable:
 
     def bound_seconds(self, tp: int, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups) / (tp if tp == 1 or tp in self.able else 1)
+
+    proven_seconds = bound_seconds
 
 
 def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, memory: Mapping[str, float] = {},

@@ -28,7 +28,7 @@ from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.result.make_plan import Decision
-from autopar.solve.shardings.solve import Shardings, pareto, work_bound_seconds
+from autopar.solve.shardings.solve import Shardings, pareto, proven_work_seconds, work_bound_seconds
 
 # Microbatches whose activations count when a sharding is chosen for its memory. The true number in flight differs per
 # stage and is known only after the cuts.
@@ -104,10 +104,16 @@ class PlanCosts:
         return self.memoized(("strategies", *of), self.priced_strategies, *of)
 
     def bound_seconds(self, tp: int, size: int) -> float:
-        """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
+        """Lower bound by the prices of single strategies, second; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
             return self.unsharded_seconds(size)
         return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
+
+    def proven_seconds(self, tp: int, size: int) -> float:
+        """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
+        if tp == 1:
+            return self.unsharded_seconds(size)
+        return self.memoized(("proven", tp, size), proven_work_seconds, self.strategy_graph(tp, size))
 
     def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
         """Costs of the model with one device per stage and replica."""
@@ -166,9 +172,8 @@ class PlanCosts:
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding at level 0, then ever smaller and slower ones; None after the smallest."""
-        graph, bound = self.strategy_graph(tp, size), self.bound_seconds(tp, size)
         in_flight = min(microbatches, MICROBATCHES_IN_FLIGHT)
-        solutions = pareto(graph, microbatches, in_flight, bound_seconds=bound)  # lazy: solves one program per solution
+        solutions = pareto(self.strategy_graph(tp, size), microbatches, in_flight)  # lazy: solves a program for each
         return self.memoized(("shardings", tp, size, microbatches), LazySolutions, solutions).at(memory_level)
 
     def sharded(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> Sharded:

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import count
 
 from autopar.api.planning.costs import PlanCosts
-from autopar.cost.strategies.enumerate import with_replicas
+from autopar.cost.strategies.enumerate import with_hidden_exchange, with_replicas
 from autopar.solve.result.make_plan import Decision
 from autopar.solve.search import Refined
 from autopar.solve.shardings.solve import any_sharding_seconds, least_passes, solve_shardings
@@ -16,8 +16,8 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined:
     """The shardings of a decision's mesh and microbatches for rising prices of memory, and the best one with what
     replicas exchange, which the search prices shardings without; and a bound of the step over all shardings.
 
-    Error: strategies are priced as in `autopar.cost.strategies.group_cost`; every pass of the pipeline counts as often
-        as the slowest stage's.
+    Error: every pass of the pipeline counts as often as the slowest stage's. Where operations were timed there is no
+        bound, since their times under other shardings are estimates.
     """
     cuts = decision.problem
     graph = costs.strategy_graph(cuts.tp, decision.size)
@@ -26,8 +26,8 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined:
     passes = least_passes(cuts.microbatches, cuts.pp, cuts.chunks)
     replicas = with_replicas(graph, costs.graph, sharing, costs.hardware)
     found = solve_shardings(replicas, round(cuts.pp * passes))
-    hidden = with_replicas(graph, costs.graph, sharing, costs.hardware, exposed=False)
-    bound = passes * any_sharding_seconds(hidden, cuts.pp * passes)
+    hidden = with_hidden_exchange(graph, costs.graph, sharing, costs.hardware)
+    bound = None if costs.factors else passes * any_sharding_seconds(hidden, cuts.pp * passes)
     priced = partial(costs.priced_strategies, tp=cuts.tp, dp=cuts.dp, zero=decision.zero, size=decision.size)
     levels = (costs.sharding(cuts.tp, decision.size, cuts.microbatches, level) for level in count())
     indices = [decision.priced.strategy_index, found.strategy_index]

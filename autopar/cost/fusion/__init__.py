@@ -10,6 +10,7 @@ Input is a graph with its statistics, eager and compiled; output is a tuple of `
 - `layer_copies`: copies of operands that linear layers need in another layout.
 - `fused_kernels`: all kernels of a microbatch.
 - `traffic`: bytes by operation, with the slowdowns of generated kernels.
+- `least_kernels`: the part of that traffic that no sharding of other operations saves.
 
     >>> for kernel in fused_kernels(graph, graph_stats(graph), compiled_stats(graph, graph_stats(graph))): print(kernel)
     forward blocks.0.add blocks.0.norm2.layer_norm: reads 2, writes 1

@@ -53,12 +53,13 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
             op = ops[access.op]
             names = (*op.reads, *(v.name for v in op.outputs))
             moved[op.name, kernel.direction].append((names.index(access.tensor), times))
-        launches[kernel.writes[0].op, kernel.direction] += 1
+        if kernel.writes:
+            launches[kernel.writes[0].op, kernel.direction] += 1
         for op in members:
             num_sums = norm_sums(op, kernel.direction, stats)
             launches[op.name, kernel.direction] += SUM_KERNELS * num_sums
             sums[op.name, kernel.direction] = num_sums if op.target in ROW_NORMS else 0
-            if flops := element_flops(op, kernel.direction, graph, stats):
+            if kernel.writes and (flops := element_flops(op, kernel.direction, graph, stats)):
                 num_bytes = sum(access.times * graph.readable[access.tensor].num_bytes for access in kernel.accesses)
                 elements = prod(graph.readable[op.outputs[0].name].shape)
                 arithmetic[op.name, kernel.direction].append((flops, factor * num_bytes / elements))

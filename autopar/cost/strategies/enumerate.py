@@ -7,15 +7,17 @@ matrices, tensor parallelism does not split the samples of a microbatch, because
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost.fusion.least_kernels import least_traffic
 from autopar.cost.groups.cost_graph import LOSS
 from autopar.cost.groups.grouping import OpGroup, group_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, local_op_cost, op_costs
+from autopar.cost.ops.op_stats import FusedTraffic
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.candidate_splits import candidate_splits
 from autopar.cost.strategies.group_cost import GroupContext, GroupCosting, Owners, owners, saved_by
@@ -28,6 +30,7 @@ from autopar.cost.strategies.propagate import (
     reduction_targets,
 )
 from autopar.cost.strategies.rule_cache import RuleCache
+from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
@@ -71,14 +74,21 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
     context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides, factors)
     owned = owners(groups, pricing)
     boundaries = group_boundaries(groups, graph)
+    contexts = [
+        GroupContext(number, members, boundary, context, pricing, pricing, owned)
+        for number, (members, boundary) in enumerate(zip(groups, boundaries))
+    ]
+    keys, equal = [group.signature() for group in contexts], defaultdict[tuple, list[OpGroup]](list)
+    for key, members in zip(keys, groups):
+        equal[key].append(members)
+    least = least_pricing(pricing, equal.values())
     kinds: dict[tuple, EquivalentGroups] = {}
     numbers: dict[tuple, int] = {}
     strategies: list[StrategyGroup] = []
-    for number, (members, boundary) in enumerate(zip(groups, boundaries)):
-        group = GroupContext(number, members, boundary, context, pricing, owned)
-        key = group.signature()
+    for key, group in zip(keys, contexts):
+        members, boundary = group.members, group.boundary
         if key not in kinds:
-            found = group_strategies(group)
+            found = group_strategies(replace(group, least=least))
             alike = (*key[:3], without_names(found, members))
             kinds[key] = EquivalentGroups(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
@@ -91,9 +101,7 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
     return StrategyGraph(tuple(strategies), value_bytes, resharding_costs(strategies, groups, owned, pricing, context))
 
 
-def with_replicas(
-    choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware, exposed: bool = True
-) -> StrategyGraph:
+def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
     """The strategy graph with the weights' costs for data-parallel replicas, as `price` counts them.
 
     ``step_seconds`` then include what replicas exchange, and ``weight_bytes`` follow the ZeRO stage.
@@ -102,8 +110,25 @@ def with_replicas(
         choices: a strategy graph without replicas.
         graph: the unsharded graph.
         sharing: numbers of ranks; its ``storage`` is not read, since each strategy says how it stores weights.
-        exposed: whether the exchange takes time; if not, passes hide it.
     """
+    return with_weights(
+        choices, graph, sharing, hardware, lambda w: w.optimizer_seconds + w.reduce_seconds + w.gather_seconds
+    )
+
+
+def with_hidden_exchange(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
+    """As `with_replicas`, where passes hide all that replicas exchange."""
+    return with_weights(choices, graph, sharing, hardware, lambda w: w.optimizer_seconds)
+
+
+def with_weights(
+    choices: StrategyGraph,
+    graph: Graph,
+    sharing: Sharing,
+    hardware: Hardware,
+    step_seconds: Callable[[ResidentTensor], float],
+) -> StrategyGraph:
+    """The strategy graph with the weights' costs for replicas, of which some seconds count."""
     if sharing.dp == 1:
         return choices
     charged: set[str] = set()
@@ -112,7 +137,7 @@ def with_replicas(
         stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in charged}
         here = replace(sharing, storage=stored)
         weight_costs = [sharded_weight_cost(graph.weight[name], (0,), here, hardware) for name in stored]
-        seconds = sum(h.optimizer_seconds + exposed * (h.reduce_seconds + h.gather_seconds) for h in weight_costs)
+        seconds = sum(map(step_seconds, weight_costs))
         return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in weight_costs))
 
     groups = []
@@ -120,6 +145,18 @@ def with_replicas(
         groups.append(replace(group, strategies=tuple(shared(group, choice) for choice in group.strategies)))
         charged.update(group.weights)
     return replace(choices, groups=tuple(groups))
+
+
+def least_pricing(pricing: Pricing, equal_groups: Iterable[Sequence[OpGroup]]) -> Pricing:
+    """The pricing with `least_traffic`, where that is one for all operations at the same place of equal groups."""
+    if not pricing.stats.traffic:
+        return pricing
+    traffic = dict(least_traffic(pricing.graph, pricing.stats))
+    for groups in equal_groups:
+        for ops in zip(*(group.ops for group in groups), strict=True):
+            if len({traffic[op.name] for op in ops}) > 1:
+                traffic |= dict.fromkeys((op.name for op in ops), FusedTraffic())
+    return replace(pricing, stats=replace(pricing.stats, traffic=traffic))
 
 
 def group_boundaries(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:

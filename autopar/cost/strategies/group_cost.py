@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.kernel_shapes import TILE_ROWS, product_slowdown
 from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, local_op_cost
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
@@ -85,6 +87,7 @@ class GroupContext:
         boundary: values and weights that enter and leave the group.
         context: rules and candidate splits of the graph.
         pricing: of the unsharded graph.
+        least: as ``pricing``, with the traffic that no strategy of another group saves.
         owners: groups that are charged for shared weights and storages.
     """
 
@@ -93,6 +96,7 @@ class GroupContext:
     boundary: GroupBoundary
     context: PropagationContext
     pricing: Pricing
+    least: Pricing
     owners: Owners
 
     def signature(self) -> tuple:
@@ -168,6 +172,7 @@ class GroupCosting:
                 self.sharding.output_layout(name, self.group.members.anchor) for name in self.group.boundary.makes
             ),
             weight_layouts=tuple(stored[name] for name in self.group.boundary.weights),
+            context_seconds=sum(map(self.context_seconds, self.group.members.ops, costs)),
         )
 
     @property
@@ -195,9 +200,25 @@ class GroupCosting:
 
     def op_cost(self, op: Op) -> OpCost:
         """Cost of a rank's part of an operation, scaled by its measured factor."""
+        return self.part_cost(op, self.group.pricing).scaled_by(self.group.context.factors.get(op.name, UNMEASURED))
+
+    def part_cost(self, op: Op, pricing: Pricing) -> OpCost:
+        """Analytic cost of a rank's part of an operation."""
         layouts = self.sharding.around(op)
-        cost = local_op_cost(op, self.group.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
-        return cost.scaled_by(self.group.context.factors.get(op.name, UNMEASURED))
+        return local_op_cost(op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+
+    def context_seconds(self, op: Op, cost: OpCost) -> float:
+        """Part of an operation's seconds that is not sure under this strategy of its group.
+
+        Parts of a ragged split, and of fewer rows than a tile, may be aligned better than the whole product.
+        """
+        least, slowdown = self.part_cost(op, self.group.least), 1.0
+        if self.sharding.strategies[op.name].label and op.outputs:
+            rows = prod(op.outputs[0].shape[:-1]) / self.ranks
+            if rows < TILE_ROWS or self.parts(op) != self.ranks:
+                slowdown = product_slowdown(op, self.group.pricing.graph)
+        sure = (least.forward_seconds + least.backward_seconds) / slowdown
+        return cost.forward_seconds + cost.backward_seconds - sure
 
     def parts(self, op: Op) -> float:
         """Number of ranks that divide an operation's FLOPs; fewer if ragged, since the largest part counts."""

@@ -58,9 +58,10 @@ class StageIntervals:
     @cached_property
     def held_bytes(self) -> Matrix:
         """Bytes that each microbatch in flight holds."""
+        received = self.problem.kept_received * self.costs.messages.forward_bytes
         return self.problem.cost.remember(
             ("held", *self.problem.interval_key),
-            lambda: self.costs.saved_bytes + self.costs.received_bytes[None, :] + self.costs.sent_bytes[:, None],
+            lambda: self.costs.saved_bytes + received[None, :] + self.costs.sent_bytes[:, None],
         )
 
     @cached_property
@@ -96,7 +97,7 @@ class StageIntervals:
 
     def _timed(self, stage: int, link: Link | None) -> StageTimes:
         o = objective_of(self.problem)
-        pairs = zip(self.costs.forward_bytes, self.costs.backward_bytes)
+        pairs = zip(self.costs.messages.forward_bytes, self.costs.messages.backward_bytes)
         transfer = np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
         forbidden = self._forbidden(stage)
         seconds = load_sums(self.problem).matrix + o.transfer * transfer[:, None]

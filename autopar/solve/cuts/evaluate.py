@@ -272,8 +272,8 @@ def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buf
 def make_interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buffered: int) -> StageCost:
     """As `interval_cost`, without a cache."""
     of, at = intervals_of(problem), (end, begin)
-    last = stage == problem.stages - 1
-    crossing = () if last else (int(of.forward_bytes[end]), int(of.backward_bytes[end]))
+    messages, last = of.messages, stage == problem.stages - 1
+    crossing = () if last else (int(messages.forward_bytes[end]), int(messages.backward_bytes[end]))
     forward, backward = float(of.forward_seconds[at]), float(of.backward_seconds[at])
     return StageCost(
         forward_seconds=forward,
@@ -281,14 +281,14 @@ def make_interval_cost(problem: CutProblem, stage: int, begin: int, end: int, nu
         collective_seconds=float(of.collective_seconds[at]),
         load_seconds=forward + backward if problem.balance == "time" else float(load_sums(problem)[at]),
         transfer_seconds=sum(one_way_seconds(n, problem.boundary[stage]) for n in crossing),
-        optimizer_seconds=float(of.optimizer_seconds[at]),
-        reduce_seconds=float(of.reduce_seconds[at]),
-        gather_seconds=float(of.gather_seconds[at]),
-        contention_seconds=float(of.contention_seconds[at]),
-        num_buckets=float(of.num_buckets[at]),
+        optimizer_seconds=float(of.weight_sums("optimizer_seconds")[at]),
+        reduce_seconds=float(of.weight_sums("reduce_seconds")[at]),
+        gather_seconds=float(of.weight_sums("gather_seconds")[at]),
+        contention_seconds=float(of.weight_sums("contention_seconds")[at]),
+        num_buckets=float(of.weight_sums("num_buckets")[at]),
         weight_bytes=int(of.weight_bytes[at]),
         saved_bytes=int(of.saved_bytes[at]),
-        received_bytes=int(of.received_bytes[begin]) if stage else 0,
+        received_bytes=problem.kept_received * int(messages.forward_bytes[begin]) if stage else 0,
         sent_bytes=0 if last else int(of.sent_bytes[end]),
         transient_bytes=of.working.num_bytes(begin, end),
         buffer_bytes=num_buffered,

@@ -7,7 +7,7 @@ for all intervals at once, because a search asks for thousands of them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -119,26 +119,6 @@ class Intervals:
     def collective_seconds(self) -> Sums:
         return self.group_sums("forward_collective_seconds", "backward_collective_seconds")
 
-    @property
-    def optimizer_seconds(self) -> Matrix:
-        return self.weight_sums("optimizer_seconds")
-
-    @property
-    def reduce_seconds(self) -> Matrix:
-        return self.weight_sums("reduce_seconds")
-
-    @property
-    def gather_seconds(self) -> Matrix:
-        return self.weight_sums("gather_seconds")
-
-    @property
-    def contention_seconds(self) -> Matrix:
-        return self.weight_sums("contention_seconds")
-
-    @property
-    def num_buckets(self) -> Matrix:
-        return self.weight_sums("num_buckets")
-
     @cached_property
     def weight_bytes(self) -> Matrix:
         """Bytes of weights that are allocated before the step's last backward."""
@@ -190,21 +170,6 @@ class Intervals:
         cost = self.problem.cost.once
         return cost.remember_for(("edges",), "messages", lambda: Messages.of(cost))
 
-    @property
-    def forward_bytes(self) -> Vector:
-        """Bytes that cross a cut, by its position."""
-        return self.messages.forward_bytes
-
-    @property
-    def backward_bytes(self) -> Vector:
-        """Bytes of gradients that cross a cut, by its position."""
-        return self.messages.backward_bytes
-
-    @property
-    def received_bytes(self) -> Vector:
-        """Bytes that a stage receives and keeps for each microbatch, by the cut where it begins."""
-        return self.problem.kept_received * self.forward_bytes
-
     @cached_property
     def sent_bytes(self) -> Vector:
         """Bytes that a stage sends and keeps for each microbatch, by the cut where it ends."""
@@ -213,6 +178,21 @@ class Intervals:
         for edge in self.problem.cost.edges:
             sent[edge.producer + 1 : min(max(edge.consumers), *edge.saved_by[:1], size) + 1] += edge.num_bytes
         return sent
+
+
+def exposed_seconds(
+    intervals: Intervals, backward_seconds: Vector, forward_seconds: Vector, total: Callable[[Matrix], Vector]
+) -> Vector:
+    """As `autopar.solve.cuts.evaluate.RankCost.exposed_seconds`, without contention, for many intervals.
+
+    Args:
+        backward_seconds, forward_seconds: passes under which reductions and gathers hide.
+        total: sums of a matrix of all intervals over those of each rank.
+    """
+    buckets = np.maximum(1.0, total(intervals.weight_sums("num_buckets")))
+    reduction, gather = (total(intervals.weight_sums(name)) for name in ("reduce_seconds", "gather_seconds"))
+    exposed = np.maximum(reduction - backward_seconds, reduction / buckets)
+    return exposed + np.maximum(gather - forward_seconds, gather / buckets)
 
 
 @dataclass(frozen=True)

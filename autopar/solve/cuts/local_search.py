@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain, pairwise, repeat
 
@@ -13,14 +13,15 @@ from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan_parts import Balance
 from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, is_contiguous, own_peak_costs
-from autopar.solve.cuts.intervals import Matrix, Sums, Vector, intervals_of
+from autopar.solve.cuts.intervals import Matrix, Sums, Vector, exposed_seconds, intervals_of
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of
+from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of, with_update
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
 # Numbers of groups by which a cut moves: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
+FAR_STRIDES = (32, 16)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
 
@@ -29,7 +30,8 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
     """The best of some contiguous cuts moved while that shortens the simulated step, within the capacity.
 
     The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
-    has several it also matters which of them is slow.
+    has several it also matters which of them is slow. Where stages recompute, the step jumps with the number of their
+    segments that do: cuts are then moved further too, to the other side of such a jump.
     """
     if problem.balance != "time":
         return known[0]
@@ -43,21 +45,39 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
             tried[cuts] = step_seconds(setting, problem, cuts, ceiling)
         return tried[cuts]
 
-    best = min(starts, key=seconds)
     trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
-    improved = True
-    while improved and len(tried) < trials:
+    best, size = moved(min(starts, key=seconds), seconds, tried, trials), len(known[0])
+    if problem.may_recompute and any(c.recomputed_below for c in own_peak_costs(problem, stages_of(best, size))):
+        best = moved(best, seconds, tried, len(tried) + trials, (*FAR_STRIDES, *STRIDES))
+    return stages_of(best, size)
+
+
+def moved(
+    cuts: tuple[int, ...],
+    seconds: Callable[[tuple[int, ...], float], float],
+    tried: Sized,
+    most: int,
+    strides: Sequence[int] = STRIDES,
+) -> tuple[int, ...]:
+    """Cuts moved while that shortens the step, until so many were tried.
+
+    Args:
+        seconds: step of some cuts, infinite if it is no shorter than a ceiling.
+        tried: cuts of which ``seconds`` was asked for.
+    """
+    shortest, improved = seconds(cuts, float("inf")), True
+    while improved and len(tried) < most:
         improved = False
-        for cuts in neighbours(best):
-            if len(tried) < trials and seconds(cuts, tried[best]) < tried[best]:
-                best, improved = cuts, True
+        for other in neighbours(cuts, strides):
+            if len(tried) < most and (step := seconds(other, shortest)) < shortest:
+                cuts, shortest, improved = other, step, True
                 break
-    return stages_of(best, len(known[0]))
+    return cuts
 
 
-def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def neighbours(cuts: tuple[int, ...], strides: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The cuts with one of them moved, or two neighbours, or more, all by as much."""
-    for stride in STRIDES:
+    for stride in strides:
         for length in range(1, len(cuts) + 1):
             for i in range(len(cuts) - length + 1):
                 for by in (-stride, stride):
@@ -85,8 +105,9 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     costs = own_peak_costs(problem, units)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
-    again = problem.may_recompute and any(c.recomputed_below for c in costs)
-    return step_time_of(setting, problem, units, costs, None if again else pipeline).seconds
+    if pipeline is None or (problem.may_recompute and any(c.recomputed_below for c in costs)):
+        return step_time_of(setting, problem, units, costs).seconds
+    return with_update(setting, problem, costs, pipeline).seconds
 
 
 def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
@@ -109,12 +130,10 @@ def update_floor_seconds(problem: CutProblem, stage_of: Sequence[int]) -> float:
     def total(amounts: Sums | Matrix) -> Vector:
         return by_rank(problem, amounts[at])
 
-    buckets = np.maximum(1.0, total(intervals.num_buckets))
-    reduction, gather = total(intervals.reduce_seconds), total(intervals.gather_seconds)
-    hidden = np.inf if problem.may_recompute else total(intervals.backward_seconds)
-    exposed = np.maximum(reduction - hidden, reduction / buckets)
-    exposed += np.maximum(gather - total(intervals.forward_seconds), gather / buckets)
-    return float((exposed + total(intervals.contention_seconds) + total(intervals.optimizer_seconds)).max())
+    hidden = total(intervals.backward_seconds) + (np.inf if problem.may_recompute else 0.0)
+    exposed = exposed_seconds(intervals, hidden, total(intervals.forward_seconds), total)
+    update = (total(intervals.weight_sums(name)) for name in ("contention_seconds", "optimizer_seconds"))
+    return float(sum(update, exposed).max())
 
 
 def ends_and_begins(problem: CutProblem, stage_of: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

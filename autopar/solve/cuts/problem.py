@@ -70,7 +70,12 @@ class Costs(Protocol):
         ...
 
     def bound_seconds(self, tp: int, size: int) -> float:
-        """As `floor_seconds`, but proven over all shardings; dearer than that and cheaper than `priced`."""
+        """As `floor_seconds`, over all shardings by the prices of their single strategies, which `priced` may undercut
+        where kernels fuse differently; dearer than that and cheaper than `priced`."""
+        ...
+
+    def proven_seconds(self, tp: int, size: int) -> float:
+        """As `bound_seconds`, but no higher than `priced` under any sharding."""
         ...
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from autopar.solve.backend import Outcome, SolverName, run, value_of
 from autopar.solve.cuts.dynamic_programme import StageIntervals, stage_intervals
 from autopar.solve.cuts.evaluate import load_sums, one_way_seconds
-from autopar.solve.cuts.intervals import Matrix, Vector
+from autopar.solve.cuts.intervals import Matrix, Vector, exposed_seconds
 from autopar.solve.cuts.problem import CutProblem
 
 Expr = pulp.LpAffineExpression
@@ -316,9 +316,9 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
         matrices = {
             Quantity.FORWARD: forward,
             Quantity.BACKWARD: backward,
-            Quantity.UPDATE: of.optimizer_seconds + of.contention_seconds,
-            Quantity.REDUCE: of.reduce_seconds - backward,
-            Quantity.GATHER: of.gather_seconds - forward,
+            Quantity.UPDATE: of.weight_sums("optimizer_seconds") + of.weight_sums("contention_seconds"),
+            Quantity.REDUCE: of.weight_sums("reduce_seconds") - backward,
+            Quantity.GATHER: of.weight_sums("gather_seconds") - forward,
             Quantity.LOAD: load_sums(problem).matrix,
             Quantity.STANDING: of.weight_bytes + problem.places * of.messages.incoming_bytes,
             Quantity.HELD: way.held_bytes,
@@ -328,10 +328,7 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
     key = "separable", problem.balance, problem.places, *problem.interval_key
     bounds = problem.cost.remember(key, additive)
     found = {(s, q): bound for s in range(problem.stages) for q, bound in bounds.items()}
-    buckets = np.maximum(1.0, of.num_buckets)
-    hidden = backward + forward if problem.may_recompute else backward
-    exposed = np.maximum(of.reduce_seconds - hidden, of.reduce_seconds / buckets)
-    exposed += np.maximum(of.gather_seconds - forward, of.gather_seconds / buckets)
+    exposed = exposed_seconds(of, backward + forward * problem.may_recompute, forward, lambda sums: sums)
     first, last = windows
     for s in range(problem.stages):
         begins, ends = slice(first[s], last[s] + 1), slice(first[s + 1], last[s + 1] + 1)
@@ -340,7 +337,7 @@ def bounds_of(way: StageIntervals, windows: Windows) -> dict[tuple[int, Quantity
         found[s, Quantity.EXPOSED] = Separable(np.full(size + 1, least), np.zeros(size + 1))
     for s, link in enumerate(problem.boundary):
         sent, returned = next_stage_bytes(problem, last[s], first[s + 2])
-        pairs = zip(of.forward_bytes, of.backward_bytes)
+        pairs = zip(of.messages.forward_bytes, of.messages.backward_bytes)
         traffic = [sum(one_way_seconds(int(n), link) for n in pair) for pair in pairs]
         for quantity, seconds in (
             (Quantity.SENT, [one_way_seconds(int(n), link) for n in sent]),

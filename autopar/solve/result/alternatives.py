@@ -97,12 +97,13 @@ def proven_seconds(bounds: LowerBounds, mesh: Mesh) -> float | None:
 
 
 def microbatch_bound(bounds: LowerBounds, tp: int, size: int) -> float | None:
-    """Lower bound of a microbatch's time on all stages, from the microbatches with a proven one: more samples take no
-    less time, and no more for each sample."""
+    """Lower bound of a microbatch's time on all stages, from microbatches whose strategies were listed, if any. More
+    samples take no less time, and no more for each sample."""
+    costs = bounds.setting.costs
     if tp == 1:
-        return bounds.setting.costs.bound_seconds(tp, size)
-    proven = {samples: seconds for (ranks, samples), seconds in bounds.proven_seconds.items() if ranks == tp}
-    return max((seconds * min(1.0, size / samples) for samples, seconds in proven.items()), default=None)
+        return costs.proven_seconds(tp, size)
+    listed = (samples for ranks, samples in bounds.strategy_seconds if ranks == tp)
+    return max((costs.proven_seconds(tp, samples) * min(1.0, size / samples) for samples in listed), default=None)
 
 
 def mesh_label(point: Point) -> str:

@@ -224,22 +224,18 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 
 
 def step_time_of(
-    setting: Setting,
-    problem: CutProblem,
-    stage_of: Sequence[int],
-    costs: Sequence[StageCost],
-    seconds: float | None = None,
+    setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
 ) -> StepTime:
-    """As `step_time`, from the stages' costs.
-
-    Args:
-        seconds: simulated time of the pipeline, if known.
-    """
+    """As `step_time`, from the stages' costs."""
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
-    if seconds is None:
-        seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
+    seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
+    return with_update(setting, problem, costs, seconds)
+
+
+def with_update(setting: Setting, problem: CutProblem, costs: Sequence[StageCost], seconds: float) -> StepTime:
+    """The step of which the pipeline takes so many seconds."""
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
-    busy = (sum(forward) + sum(backward)) * sum(sizes) / problem.pp
+    busy = (sum(c.forward_seconds for c in costs) + sum(c.backward_seconds for c in costs)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
     return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)
 

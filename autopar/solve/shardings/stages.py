@@ -9,7 +9,7 @@ from itertools import pairwise
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import own_peak_costs, rank_bytes
 from autopar.solve.cuts.intervals import is_ascending
-from autopar.solve.cuts.local_search import MAX_TRIALS, cuts_of, neighbours, stages_of
+from autopar.solve.cuts.local_search import MAX_TRIALS, cuts_of, moved, stages_of
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.result.make_plan import Setting, step_time_of
 
@@ -54,13 +54,7 @@ class StageSearch:
         if not starts:
             return []
         best = min({cuts_of(units): None for units in starts}, key=lambda cuts: self.at(cuts).seconds)
-        improved = True
-        while improved and len(self.tried) < MAX_TRIALS:
-            improved = False
-            for cuts in neighbours(best):
-                if len(self.tried) < MAX_TRIALS and self.at(cuts).seconds < self.at(best).seconds:
-                    best, improved = cuts, True
-                    break
+        moved(best, lambda cuts, ceiling: self.at(cuts).seconds, self.tried, MAX_TRIALS)
         alike = (self.under(units, [q]) for units in starts for q in range(len(self.problems)))
         found = [*self.tried.values(), *alike]
         by_sharding: dict[tuple[int, ...], StageShardings] = {}

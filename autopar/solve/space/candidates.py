@@ -31,6 +31,8 @@ NEAR_BEST = 1.12
 # Least share that a simulated pipeline is taken to have of one with equal stages, whose ends shorter stages shorten. Of
 # 900 candidates of ten models none had less than 97.2 %.
 LEAST_OF_EQUAL = 0.9
+# Least share that a step has of `pipeline_floor` with fewer microbatches than twice the stages.
+LEAST_OF_FEW = 0.93
 # Ranks of a pipeline from which slow stages are not taken to meet fast ones on every rank: no candidate on so many was
 # faster than if all stages took as long as the slowest one must.
 MANY_RANKS = 16
@@ -104,19 +106,24 @@ def point_of(decision: Decision) -> Point:
 class LowerBounds:
     """Lower bounds of the step at every point.
 
-    ``proven_seconds`` collects proven bounds of one microbatch, by tp and samples; they hold for every mesh.
+    ``strategy_seconds`` collects bounds of one microbatch by `Costs.bound_seconds`, by tp and samples, for every mesh.
     ``estimates`` collects the steps of points that were priced. Points slower than the best step by at most the share
     ``slack`` are still evaluated.
     """
 
     setting: Setting
     slack: float = 0.0
-    proven_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    strategy_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     estimates: dict[Point, float] = field(default_factory=dict)
 
     def limit(self, best_seconds: float) -> float:
         """Seconds from which a point need not be evaluated."""
         return (1 + self.slack) * best_seconds
+
+    def limit_at(self, point: Point, best_seconds: float) -> float:
+        """As `limit`, but for a point whose `seconds` may be above its step."""
+        is_high = 1 < point.microbatches < 2 * point.mesh.pp and point.pipeline.chunks == 1
+        return self.limit(best_seconds) / (LEAST_OF_FEW if is_high else 1)
 
     def seconds(self, point: Point) -> float:
         """Lower bound of the point's step that is known without pricing it."""
@@ -139,7 +146,7 @@ class LowerBounds:
     def microbatch_seconds(self, point: Point) -> float:
         """Lower bound of the time of one microbatch on all stages."""
         tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
-        return self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
+        return self.strategy_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
 
     def least_expected(self, points: Sequence[Point]) -> float:
         """The least of `expected_seconds`, after pricing its points until one of them keeps it or it rises."""
@@ -154,7 +161,7 @@ class LowerBounds:
                 self.estimate(point)
 
     def lowest(self, points: Sequence[Point], ceiling_seconds: float) -> float:
-        """The least of `seconds`, proven over all shardings unless it reaches the ceiling."""
+        """The least of `seconds`, over all shardings unless it reaches the ceiling."""
         while True:
             point = min(points, key=self.seconds)
             lowest = self.seconds(point)
@@ -162,9 +169,9 @@ class LowerBounds:
                 return lowest
 
     def tighten(self, point: Point) -> float:
-        """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
+        """As `seconds`, after solving for the shortest time of one microbatch over all shardings."""
         tp, size = key = point.mesh.tp, microbatch_samples(self.setting, point)
-        self.proven_seconds[key] = self.setting.costs.bound_seconds(tp, size)
+        self.strategy_seconds[key] = self.setting.costs.bound_seconds(tp, size)
         return self.seconds(point)
 
 
@@ -398,7 +405,7 @@ def evaluate(
         best_seconds: the best step known; cuts far above it are not improved by local search.
         listed_seconds: a step below this one is of interest too, once there are cuts.
     """
-    best: Candidate | None = None
+    best, limit_bytes = None, setting.constraints.capacity_bytes(setting.hardware)
     if bounds.tighten(point) >= ceiling_seconds:
         return None
     for priced in shardings_at(setting, point):
@@ -406,7 +413,8 @@ def evaluate(
         limit, found = min(ceiling_seconds, known), None
         if step_floor(setting, point, priced) < limit:
             ceiling = max(limit, min(listed_seconds, known))
-            found = cut_and_evaluate(setting, point, priced, NEAR_BEST * best_seconds, ceiling)
+            problem = make_cut_problem(setting, point, priced)
+            found = cut_and_evaluate(setting, point, priced, problem, limit_bytes, NEAR_BEST * best_seconds, ceiling)
         if found is None:
             return best if known < float("inf") else None
         if best is None or found.seconds <= best.seconds:
@@ -419,59 +427,49 @@ def evaluate(
 
 
 def cut_and_evaluate(
-    setting: Setting, point: Point, priced: Priced, near_seconds: float, ceiling_seconds: float = float("inf")
+    setting: Setting,
+    point: Point,
+    priced: Priced,
+    problem: CutProblem,
+    limit_bytes: float,
+    near_seconds: float = float("inf"),
+    ceiling_seconds: float = float("inf"),
 ) -> Candidate | None:
-    """The point under one sharding, with its best contiguous cuts or why there are none; None where the ranks are busy
-    until the ceiling, and too long for local search.
+    """The point under one sharding, with the best contiguous cuts, or with a note why there are none; None where the
+    ranks are busy until the ceiling, and too long for local search.
 
     Args:
+        limit_bytes: memory of a rank, from which the capacity for which the problem is cut first may differ.
         near_seconds: cuts whose step is longer are not improved by local search.
     """
-    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    found = cut(Candidate(point, make_cut_problem(setting, point, priced), priced, None, None), limit_bytes)
-    if found.stage_of is not None and ceiling_seconds < float("inf"):
-        merged = merge(found.problem)
-        busy = busy_seconds(setting, merged.problem, merged.units(found.stage_of))
-        if busy >= max(near_seconds, ceiling_seconds):
-            return None
-    return simulated(setting, found, limit_bytes, near_seconds)
-
-
-def evaluate_cuts(
-    setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
-) -> Candidate:
-    """A point with its best contiguous cuts, for a problem whose own capacity may differ from ``limit_bytes``."""
-    return simulated(setting, cut(Candidate(point, problem, priced, None, None), limit_bytes), limit_bytes)
-
-
-def cut(candidate: Candidate, limit_bytes: float) -> Candidate:
-    """The candidate with contiguous cuts, or with a note why there are none."""
-    problem = candidate.problem
+    uncut = Candidate(point, problem, priced, None, None)
     if (share := even_share_bytes(problem)) > limit_bytes:
-        return replace(candidate, note=f"does not fit: over {text(share, BYTES)}")
+        return replace(uncut, note=f"does not fit: over {text(share, BYTES)}")
     merged = merge(problem)
     units = contiguous_cuts(merged.problem)
     if units is None or fullest_rank_bytes(merged, units) > limit_bytes:
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
-        return replace(candidate, note=note)
-    return replace(candidate, stage_of=merged.expand(units))
-
-
-def simulated(
-    setting: Setting, candidate: Candidate, limit_bytes: float, near_seconds: float = float("inf")
-) -> Candidate:
-    """The candidate with its step, if it has cuts, which local search improves where the step is near."""
-    problem, stage_of = candidate.problem, candidate.stage_of
-    if stage_of is None:
-        return candidate
-    step = step_time(setting, problem, stage_of)
+        return replace(uncut, note=note)
+    ceiling = max(near_seconds, ceiling_seconds)
+    if ceiling < float("inf") and busy_seconds(setting, merged.problem, units) >= ceiling:
+        return None
+    step = step_time(setting, problem, merged.expand(units))
     if problem.stages > 1 and step.seconds < near_seconds:
-        merged, limit = merge(problem), None if limit_bytes == float("inf") else int(limit_bytes)
-        moved = local_search(setting, replace(merged.problem, capacity_bytes=limit), merged.units(stage_of))
-        if merged.expand(moved) != stage_of:
-            stage_of, step = merged.expand(moved), step_time(setting, problem, merged.expand(moved))
-    return replace(candidate, stage_of=stage_of, step=step)
+        limit = None if limit_bytes == float("inf") else int(limit_bytes)
+        moved = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
+        if moved != units:
+            units, step = moved, step_time(setting, problem, merged.expand(moved))
+    return replace(uncut, stage_of=merged.expand(units), step=step)
+
+
+def evaluate_cuts(
+    setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
+) -> Candidate:
+    """As `cut_and_evaluate`, without a ceiling."""
+    found = cut_and_evaluate(setting, point, priced, problem, limit_bytes)
+    assert found is not None, "there is no ceiling to reach"
+    return found
 
 
 def does_not_fit(num_bytes: int) -> str:

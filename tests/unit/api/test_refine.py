@@ -30,7 +30,7 @@ from autopar.solve.cuts.problem import CutProblem, Priced
 from autopar.solve.result.make_plan import Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.cost import resharding_cost, value_edges
-from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
+from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings, work_bound_seconds
 from autopar.solve.space.constraints import Constraints, boundary_links
 
 MACHINE = replace(load_hardware("h200-nvlink"), link=Link(1e-3, 1e3))
@@ -46,6 +46,7 @@ class ChoicePrices:
     choice_graph: StrategyGraph
     graph: Graph
     hardware: Hardware = MACHINE
+    factors: tuple[()] = ()
 
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         return self.choice_graph
@@ -69,7 +70,9 @@ class ChoicePrices:
         return [*pareto(self.choice_graph, microbatches), None][memory_level]
 
     def bound_seconds(self, tp: int, size: int) -> float:
-        return solve_shardings(self.choice_graph, 1).bound_seconds
+        return work_bound_seconds(self.choice_graph)
+
+    proven_seconds = bound_seconds
 
     def priced_strategies(self, picks: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int) -> Priced:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes

@@ -198,6 +198,14 @@ def test_a_sharded_plan_prints_its_blocks_and_collectives():
     assert printed[printed.index("batch ") :] == PRINTED_SHARDED
 
 
+def test_without_a_bound_over_shardings_that_of_their_cuts_is_printed() -> None:
+    assert "no cuts of these shardings take less than" in plan_text(
+        replace(SHARDED, solver=replace(SHARDED.solver, method="cuts"))
+    )
+    whole = replace(SHARDED, mesh=Mesh(1, 2, 8), solver=replace(SHARDED.solver, method="cuts"))
+    assert "take less than" not in plan_text(whole)
+
+
 def test_what_of_collectives_is_hidden_is_said():
     stages = tuple(replace(s, collective_seconds=0.4e-3) for s in SHARDED.stages)
     (line,) = [line for line in plan_text(replace(SHARDED, stages=stages), 120).splitlines() if line.startswith("all ")]

@@ -17,7 +17,7 @@ from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGrap
 from autopar.solve.backend import SolverName
 from autopar.solve.shardings.cost import ObjectiveWeights
 from autopar.solve.shardings.program import edges, sharding_program
-from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
+from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings, work_bound_seconds
 
 
 def allowed(graph: StrategyGraph) -> list[tuple[int, ...]]:
@@ -72,9 +72,9 @@ def test_the_optimum_equals_brute_force(
     assert found.strategy_index in options
     assert value(found.strategy_index) == pytest.approx(best, rel=1e-5)
     assert found.objective_seconds == pytest.approx(value(found.strategy_index), rel=1e-12)
-    assert found.objective_bound_seconds == pytest.approx(best, rel=1e-5)
+    assert found.bound_seconds == pytest.approx(best, rel=1e-5)
     least = min(microbatch_seconds(graph, picks) for picks in options)
-    assert found.bound_seconds == pytest.approx(least, rel=1e-5)
+    assert work_bound_seconds(graph) == pytest.approx(least, rel=1e-5)
     assert found.seconds == pytest.approx(microbatch_seconds(graph, found.strategy_index), rel=1e-12)
     assert found.memory_bytes == memory(graph, found.strategy_index, in_flight)
 
@@ -106,7 +106,7 @@ def test_without_token_splits_the_optimum_is_column_and_row() -> None:
             "norm2": "replicated", "fc1": "column", "fc2": "row",
         }  # fmt: skip
     assert all_reduces(graph, found) == (2 * 4, 2 * 4)
-    assert found.solver.status == "optimal"
+    assert found.bound_seconds == pytest.approx(found.objective_seconds, rel=2e-4)
     # Four all-reduces of 0.3 ms a block, its linears and attention halved, its norms whole; stem, head, loss.
     assert found.seconds == pytest.approx(4 * (4.2e-3 / 2 + 0.3e-3 + 4 * 0.3e-3) + 1e-3 + 1e-4 + 1e-5)
 
@@ -165,15 +165,13 @@ def test_a_model_whose_blocks_share_no_kind_has_the_same_optimum() -> None:
     alone = replace(graph, groups=tuple(replace(g, kind=i) for i, g in enumerate(graph.groups)))
     ours, theirs = solve_shardings(graph, 8), solve_shardings(alone, 8)
     assert theirs.objective_seconds == pytest.approx(ours.objective_seconds, rel=2e-4)
-    assert theirs.solver.status == "optimal"
+    assert theirs.bound_seconds == pytest.approx(theirs.objective_seconds, rel=2e-4)
 
 
-def test_out_of_time_everything_is_replicated_with_an_honest_gap() -> None:
+def test_out_of_time_everything_is_replicated_with_an_honest_bound() -> None:
     found = solve_shardings(vit_strategies(4), 8, time_limit_seconds=0.0)
-    assert (set(found.strategy_index), found.solver.status) == ({0}, "time limit")
-    assert 0 < found.bound_seconds < found.seconds
-    assert found.solver.gap == pytest.approx(1 - found.objective_bound_seconds / found.objective_seconds)
-    assert found.solver.gap > 0.1
+    assert set(found.strategy_index) == {0}
+    assert 0 < found.bound_seconds < 0.9 * found.objective_seconds
 
 
 @given(strategy_graphs())
@@ -195,4 +193,4 @@ def test_pareto_of_a_transformer() -> None:
         "19.11 ms, 1572 MiB",
         "42.71 ms, 1068 MiB",
     ]
-    assert found[0].bound_seconds == found[1].bound_seconds == pytest.approx(found[0].seconds, rel=1e-4)
+    assert work_bound_seconds(graph) == pytest.approx(found[0].seconds, rel=1e-4)
