@@ -40,6 +40,7 @@ from autopar.solve.space.candidates import (
     even_share_bytes,
     fullest_rank_bytes,
     make_cut_problem,
+    neighbours,
     point_of,
     points_with_other_schedules,
     shardings_at,
@@ -50,6 +51,11 @@ from autopar.solve.space.meshes import Meshes, divisors, in_the_way, nearest, no
 
 # A mesh whose bound is that many times the best step is not worth a row.
 FAR = 2.0
+
+# A mesh whose best step may be below that many times the best step is listed with its best one; others with the first
+# one found that fits. Deep pipelines always are, which take long.
+LISTED_WITH_BEST = 1.25
+DEEP = 9
 
 # Steps that differ by that share do so by rounding.
 EQUAL = 1e-9
@@ -134,7 +140,7 @@ def search(
     meshes = possible_meshes(constraints, hardware)
     bounds = LowerBounds(setting, slack)
     explored = explore(setting, bounds, meshes)
-    chosen = fastest_pipeline(setting, bounds, explored)
+    chosen = fastest_nearby(setting, bounds, explored)
     if chosen is None:
         check_pieces(setting, explored)
         chosen = least_memory_candidate(setting, explored)
@@ -197,9 +203,11 @@ def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResu
             heappush(waiting, later)
         elif problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
-        elif candidates := explore_mesh(setting, bounds, mesh, best, is_listed):
-            found[mesh] = candidates
-            best = min([best, *(c.seconds for c in candidates)])
+        else:
+            near = best if is_listed or mesh.pp >= DEEP else LISTED_WITH_BEST * best
+            if candidates := explore_mesh(setting, bounds, mesh, near, is_listed):
+                found[mesh] = candidates
+                best = min([best, *(c.seconds for c in candidates)])
     if not found:
         lifted = in_the_way(setting.constraints, setting.hardware, refused)
         raise no_mesh(setting.model.name, setting.constraints, refused, lifted)
@@ -211,17 +219,19 @@ def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
     return [p for p in enumerate_points(setting, mesh) if p.zero < 2 or setting.constraints.zero == 2]
 
 
-def fastest_pipeline(setting: Setting, bounds: LowerBounds, explored: SearchResult) -> Candidate | None:
-    """The fastest that fits, compared once more with every other schedule on its mesh: their bounds are of the solver's
-    model, which a simulated step may undercut."""
-    best = explored.best
-    if best is not None:
-        known = {c.point for c in explored.by_mesh[best.point.mesh]}
-        for point in points_with_other_schedules(setting, best.point):
-            candidate = evaluate(setting, bounds, point, float("inf")) if point not in known else None
-            if candidate is not None:
-                explored.by_mesh[point.mesh].append(candidate)
-    return explored.best
+def fastest_nearby(setting: Setting, bounds: LowerBounds, explored: SearchResult) -> Candidate | None:
+    """The fastest that fits, compared once more with its neighbours and with every other schedule on its mesh: their
+    bounds are of the solver's model, which a simulated step may undercut."""
+    before, best = None, explored.best
+    while best is not None and best is not before:
+        known = explored.by_mesh[best.point.mesh]
+        near = points_with_other_schedules(setting, best.point) + neighbours(setting, best.point)
+        for point in near:
+            if all(point != candidate.point for candidate in known):
+                candidate = evaluate(setting, bounds, point, float("inf"))
+                known += [candidate] if candidate is not None else []
+        before, best = best, explored.best
+    return best
 
 
 def explore_mesh(

@@ -22,6 +22,7 @@ from autopar.solve.space.candidates import (
     evaluate,
     evaluate_cuts,
     microbatch_samples,
+    neighbours,
     point_of,
     points_with_other_schedules,
     without_limit,
@@ -42,8 +43,8 @@ def alternatives(
     refused: Mapping[Mesh, str],
     decision: Decision,
 ) -> tuple[Alternative, ...]:
-    """The best of every other mesh, fastest first; of the same mesh other settings and cuts, and no recomputation; a
-    single device."""
+    """The best plan found on every other mesh, fastest first; of the same mesh other settings and cuts, and no
+    recomputation; a single device."""
     problem, batch = decision.problem, setting.constraints.batch
     chosen = parts(decision, step_time(setting, problem, decision.stage_of), batch)
 
@@ -55,7 +56,7 @@ def alternatives(
     others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
-    near = neighbours(setting, bounds, by_mesh, decision)
+    near = looked_up(setting, bounds, by_mesh, neighbours(setting, point_of(decision)))
     rows += [replace(listed(point_label(c.point, problem.dp), c), microbatches=c.point.microbatches) for c in near]
     rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, bounds, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
@@ -116,26 +117,6 @@ def point_label(point: Point, dp: int) -> str:
     """``8 microbatches``, and whether the state is shared where there are replicas."""
     zero = "" if dp == 1 else zero_text(point.zero) or ", no ZeRO-1"
     return plural(point.microbatches, "microbatch", "es") + zero
-
-
-def neighbours(
-    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
-) -> list[Candidate]:
-    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other ZeRO stages."""
-    chosen = point_of(decision)
-    microbatches = chosen.microbatches
-    points = [p for p in enumerate_points(setting, chosen.mesh) if alike(p, chosen.pipeline)]
-    same = [p for p in points if p.zero == min(decision.zero, 1)]  # ZeRO-2 is for one microbatch
-    near = [p for p in same if p.microbatches < microbatches][-1:]
-    near += [p for p in same if p.microbatches > microbatches][:1]
-    near += [p for p in points if p.zero != decision.zero and p.zero < 2 and p.microbatches == microbatches]
-    return looked_up(setting, bounds, by_mesh, near)
-
-
-def alike(point: Point, pipeline: Pipeline) -> bool:
-    """Whether a point's schedule is the given one, or runs its actions in the same order."""
-    other = replace(point, pipeline=pipeline)
-    return point == other or (other.is_interleaved_too and point.pipeline == replace(pipeline, schedule="interleaved"))
 
 
 def other_pipelines(

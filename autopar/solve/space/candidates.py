@@ -206,6 +206,21 @@ def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
     return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
 
+def neighbours(setting: Setting, point: Point) -> list[Point]:
+    """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without."""
+    points = [p for p in enumerate_points(setting, point.mesh) if are_alike(p, point.pipeline)]
+    same = [p for p in points if p.zero == min(point.zero, 1)]  # ZeRO-2 is for one microbatch
+    near = [p for p in same if p.microbatches < point.microbatches][-1:]
+    near += [p for p in same if p.microbatches > point.microbatches][:1]
+    return near + [p for p in points if p.zero not in (point.zero, 2) and p.microbatches == point.microbatches]
+
+
+def are_alike(point: Point, pipeline: Pipeline) -> bool:
+    """Whether a point's schedule is the given one, or runs its actions in the same order."""
+    other = replace(point, pipeline=pipeline)
+    return point == other or (other.is_interleaved_too and point.pipeline == replace(pipeline, schedule="interleaved"))
+
+
 def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
     if asked.schedule != "auto" and asked.schedule not in INTERLEAVED:
