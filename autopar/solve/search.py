@@ -52,10 +52,9 @@ from autopar.solve.space.meshes import Meshes, divisors, in_the_way, nearest, no
 # A mesh whose bound is that many times the best step is not worth a row.
 FAR = 2.0
 
-# A mesh whose best step may be below that many times the best step is listed with its best one; others with the first
-# one found that fits. Deep pipelines always are, which take long.
-LISTED_WITH_BEST = 1.25
-DEEP = 9
+# On so many devices at most, a mesh whose best step may be below that many times the best step is listed with its best
+# one. Others are listed with the first one that fits: looking on takes long.
+FEW_DEVICES, LISTED_WITH_BEST = 16, 1.25
 
 # Steps that differ by that share do so by rounding.
 EQUAL = 1e-9
@@ -204,7 +203,8 @@ def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResu
         elif problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
         else:
-            near = best if is_listed or mesh.pp >= DEEP else LISTED_WITH_BEST * best
+            looks_on = not is_listed and mesh.devices <= FEW_DEVICES
+            near = LISTED_WITH_BEST * best if looks_on else best
             if candidates := explore_mesh(setting, bounds, mesh, near, is_listed):
                 found[mesh] = candidates
                 best = min([best, *(c.seconds for c in candidates)])
