@@ -54,7 +54,7 @@ FAR = 2.0
 
 # On so many devices at most, a mesh whose best step may be below that many times the best step is listed with its best
 # one. Others are listed with the first one that fits: looking on takes long.
-FEW_DEVICES, LISTED_WITH_BEST = 16, 1.25
+FEW_DEVICES, LISTED_WITH_BEST = 8, 1.25
 
 # Steps that differ by that share do so by rounding.
 EQUAL = 1e-9

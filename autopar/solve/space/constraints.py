@@ -122,16 +122,16 @@ def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, chunks: int = 1
             return sum(any(other not in own for other in partners(rank, steps)) for rank in own if rank < mesh.devices)
         return sum(other in own for rank in own for other in partners(rank, [distance]))
 
-    def link(rank: int) -> Link:
-        node, leaves = rank // per_node, (rank + distance) // per_node != rank // per_node
-        return hardware.message_link(rank, rank + distance, num_senders(node, leaves))
-
-    return max(map(link, ranks), key=lambda link: link.seconds(TYPICAL_BYTES))
+    hops = {rank: (rank // per_node, (rank + distance) // per_node != rank // per_node) for rank in ranks}
+    senders = {of: num_senders(*of) for of in set(hops.values())}
+    links = [hardware.message_link(rank, rank + distance, senders[of]) for rank, of in hops.items()]
+    return max(links, key=lambda link: link.seconds(TYPICAL_BYTES))
 
 
 def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Link, ...]:
     """Link after each stage but the last, with so many stages per rank. Raises as `hop_link`."""
-    return tuple(hop_link(hardware, mesh, s, s + 1, chunks) for s in range(mesh.pp * chunks - 1))
+    links = [hop_link(hardware, mesh, s, s + 1, chunks) for s in range(mesh.pp if chunks > 1 else mesh.pp - 1)]
+    return tuple(links[s % mesh.pp] for s in range(mesh.pp * chunks - 1))
 
 
 TYPICAL_BYTES = 2**22  # of a message as stages send them
