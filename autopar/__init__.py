@@ -17,6 +17,7 @@ from autopar.errors import (
     HardwareError,
     InfeasibleError,
     MicrobatchWarning,
+    MixedSamplesWarning,
     NonFiniteLossWarning,
     PlanDependentRandomWarning,
     PlanError,
@@ -42,8 +43,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError",
-    "MicrobatchWarning", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan",
-    "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
+    "MicrobatchWarning", "MixedSamplesWarning", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters",
+    "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
     "UnknownOpWarning", "UpdateResult", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 

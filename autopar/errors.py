@@ -103,6 +103,10 @@ class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""
 
 
+class MixedSamplesWarning(UserWarning):
+    """An output depends on several samples of a batch, and a step computes it for each microbatch alone."""
+
+
 class PlanDependentRandomWarning(UserWarning):
     """A random operation draws from its rank's generator: its numbers differ from plan to plan."""
 

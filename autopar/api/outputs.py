@@ -7,13 +7,14 @@ batch is taken once. Anything else is an error, raised before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autopar.errors import UsageError
+from autopar.errors import MixedSamplesWarning, UsageError, caller_level
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.pytree import Spec, path_text, unflatten
 from autopar.ir.units import plural
@@ -96,6 +97,34 @@ def join_outputs(whole: Graph, parts: Sequence[Graph]) -> Outputs:
                 raise UsageError(refusal(whole, part, number, joined[output.name], len(parts)))
         leaves.append(first)
     return Outputs(tuple(part.batch for part in parts), tuple(leaves), whole.out_spec)
+
+
+def warn_of_mixed_samples(part: Graph, batch: int, trace_whole: Callable[[], Graph]) -> None:
+    """Warn of outputs that mix the samples of a batch, such as similarities of all pairs: microbatches have other ones.
+
+    Outputs of one row per sample count as unmixed. Only where there are others the batch is traced.
+
+    Args:
+        part: training graph of a microbatch.
+        batch: samples of a step.
+        trace_whole: traces the batch.
+    """
+    tensors = [part.readable[output.name] for output in part.outputs if isinstance(output, Ref)]
+    if part.batch == batch or all(v.shape[:1] == (part.batch,) and part.batch not in v.shape[1:] for v in tensors):
+        return
+    whole = trace_whole()
+    joined = joins(whole, part)
+    for number, output in enumerate(whole.outputs):
+        how = joined[output.name] if isinstance(output, Ref) else None
+        if how is not None and how.kind == "unknown":
+            through = f" through {how.op}" if how.op else ""
+            warnings.warn(
+                f"Output {path_text(whole.out_spec, number)} of {whole.model} seems to mix the samples of a batch: "
+                f"autopar cannot follow them{through}. A step of {batch} samples computes it, and the loss, for "
+                f"microbatches of {part.batch} alone. Plan with microbatches=1 and dp=1 for the loss of the batch.",
+                MixedSamplesWarning,
+                stacklevel=caller_level(),
+            )
 
 
 def refusal(whole: Graph, part: Graph, number: int, join: Join, count: int) -> str:

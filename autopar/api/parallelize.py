@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from autopar.api.model import ParallelModel
 from autopar.api.options import RUN_SETTINGS, Options
+from autopar.api.outputs import warn_of_mixed_samples
 from autopar.api.planning.hardware import planning_hardware
 from autopar.api.planning.plan import PlanRequest, check_devices, check_model, example_call, lower_example, plan_graph
 from autopar.api.planning.rank0 import plan_on_rank0
@@ -131,6 +133,7 @@ def parallelize(
         programs = ProgramCache(model, chosen, call, graph)
         check_device(programs.plan.precision, machine)
         warn_of_plan_dependent_random(programs.example)
+        warn_of_mixed_samples(programs.example, call.batch, partial(programs.whole_graph, "train", call))
         specs = rank_specs(programs, machine, recipe, options)
     if exchange is not None:
         exchange.confirm()

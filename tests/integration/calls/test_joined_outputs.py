@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -143,3 +144,35 @@ def test_only_a_call_with_several_microbatches_traces_the_batch(monkeypatch: pyt
             pm.eval()(x)
             pm(x[:1])
         assert batches[before:] == [4, 1]
+
+
+class Similarities(nn.Module):
+    """Products of all pairs of samples, as a contrastive loss compares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.embed(x)
+        return rows @ rows.T
+
+
+def of_pairs(similarities: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
+
+
+def test_outputs_that_mix_samples_are_warned_of_where_microbatches_have_other_ones() -> None:
+    x = torch.randn(8, 6)
+    with (
+        pytest.warns(autopar.MixedSamplesWarning, match=r"Output 0 of Similarities .* through matmul .* of 8 .* of 4 "),
+        autopar.parallelize(Similarities(), 1, x, loss_fn=of_pairs, microbatches=2),
+    ):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.MixedSamplesWarning)
+        with autopar.parallelize(Similarities(), 1, x, loss_fn=of_pairs, microbatches=1):
+            pass
+        four_classes = nn.Linear(6, 4)  # as many as a microbatch has samples
+        with autopar.parallelize(four_classes, 1, x, microbatches=2):
+            pass
