@@ -241,7 +241,7 @@ def test_the_choice_changes_where_times_say_so_and_a_second_plan_is_equal(runs: 
     runs.slow = 50.0
     found, said = automatic(1000.0, zero=0)
     assert said.num_timed == said.num_regions and found.hardware.cost != "analytic"
-    assert (said.before, said.after) == ("pp 1 × tp 1 × dp 2, m 1", "pp 1 × tp 2 × dp 1, m 1")
+    assert said.before == "pp 1 × tp 1 × dp 2, m 1" and said.after.startswith("pp 1 × tp 2 × dp 1, m ")
     text = " ".join(str(found).split())
     assert f"the choice changed from {said.before} to {said.after}" in text
     starts = list(runs.starts)
