@@ -68,14 +68,14 @@ class ModelSource:
 
 
 def built_on(device: str, factory: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a factory returns with new tensors on a device."""
+    """Call a factory with new tensors on a device."""
     with torch.device(device):
         return factory(**kwargs)
 
 
 def built_on_meta(factory: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a factory returns, its tensors without values. A factory that reads values, such as drop rates from a
-    ``linspace``, is called once more with only parameters on meta."""
+    """Call a factory with tensors on the meta device. If that fails, call it again with only parameters on meta: it
+    may read values, such as drop rates from a ``linspace``."""
     try:
         return built_on("meta", factory, kwargs)
     except Exception:
