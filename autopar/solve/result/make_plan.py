@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.ir.cost_graph import CostGraph
-from autopar.ir.graph import Graph
-from autopar.ir.hardware import Hardware
+from autopar.ir.graph import DTYPE_BYTES, Graph
+from autopar.ir.hardware import Hardware, ring_share
 from autopar.ir.layout import REPLICATED, compressed
 from autopar.ir.microbatches import microbatch_factors
+from autopar.ir.network import CollectiveKind, Network
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import (
     Alternative,
@@ -66,12 +69,13 @@ class Decision:
 @dataclass(frozen=True)
 class StepTime:
     """A step: the pipeline, then of the rank for which that takes longest what of the reduction its last backward does
-    not hide, and its optimizer."""
+    not hide, and its optimizer. ``port_seconds`` are those of `port_seconds`, which the pipeline takes at least."""
 
     pipeline_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
     bubble_fraction: float
+    port_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -138,6 +142,7 @@ def make_plan(
             ),
             reduce_seconds=step.reduce_seconds,
             optimizer_seconds=step.optimizer_seconds,
+            port_seconds=step.port_seconds,
         ),
         solver=solver,
         hardware=HardwareInfo(
@@ -229,15 +234,66 @@ def step_time_of(
     """As `step_time`, from the stages' costs."""
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
-    return with_update(setting, problem, costs, seconds)
+    return with_update(setting, problem, stage_of, costs, seconds)
 
 
-def with_update(setting: Setting, problem: CutProblem, costs: Sequence[StageCost], seconds: float) -> StepTime:
-    """The step of which the pipeline takes so many seconds."""
+def with_update(
+    setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost], simulated: float
+) -> StepTime:
+    """The step of which the simulated pipeline takes so many seconds."""
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     busy = (sum(c.forward_seconds for c in costs) + sum(c.backward_seconds for c in costs)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
-    return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)
+    ports = port_seconds(setting, problem, stage_of, costs)
+    seconds = max(simulated, ports)
+    bubble = 1 - busy / seconds if seconds else 0.0
+    return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, bubble, ports)
+
+
+def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]) -> float:
+    """Seconds for which the busiest port of a node is in use during the pipeline, in its busier direction: by messages
+    between stages, and by what of the exchange between replicas the passes hide. 0 where each device has a port.
+
+    Error: low by tensor-parallel collectives between nodes, by the first message's wait for its forward and the last
+        one's reader, and by uplinks that nodes share.
+    """
+    hardware, mesh = setting.hardware, problem.mesh
+    network, per_node, width = hardware.network, hardware.devices_per_node, mesh.tp * mesh.dp
+    if network is None or network.ports >= per_node or mesh.devices <= per_node or mesh.pp == 1:
+        return 0.0
+    node, own = np.arange(mesh.devices) // per_node, np.arange(width)
+    out, into = np.zeros(mesh.devices), np.zeros(mesh.devices)
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    for (src, dst), num_bytes in messages(problem, stage_of).items():
+        senders, receivers = src % mesh.pp * width + own, dst % mesh.pp * width + own
+        seconds = (node[senders] != node[receivers]) * (num_bytes * sum(sizes) / network.port.bytes_per_second)
+        out[senders] += seconds
+        into[receivers] += seconds
+    for position, hidden in enumerate(hidden_ring_seconds(problem, costs, network) if mesh.dp > 1 else ()):
+        nodes = node[position * width :][:width].reshape(mesh.dp, mesh.tp)
+        members = (nodes[:, None] == nodes).sum(axis=1)  # of a rank's group on its node: they share what leaves it
+        seconds = (members < mesh.dp) / members * hidden
+        for direction in (out, into):
+            direction[position * width :][:width] += seconds.ravel()
+    return max(network.busiest_port_seconds(direction.tolist(), per_node) for direction in (out, into))
+
+
+def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network: Network) -> list[float]:
+    """For each position, seconds in which one port carries what of a ring of replicas the passes hide."""
+    weights, share = problem.cost.weights, DTYPE_BYTES[problem.reduce_dtype] / DTYPE_BYTES["float32"]
+    reduced = sum(w.gradient_bytes for w in weights) * share
+    gathered = sum(w.copy_bytes or w.gradient_bytes for w in weights if w.gradient_bytes)
+    exchanges: tuple[tuple[CollectiveKind, str, str, float], ...] = (
+        ("reduce-scatter" if problem.zero else "all-reduce", "reduce_seconds", "backward_seconds", reduced),
+        ("all-gather", "gather_seconds", "forward_seconds", gathered),
+    )
+    found, ranks = [0.0] * problem.pp, rank_costs(problem, costs)
+    for kind, exchange, passes, num_bytes in exchanges:
+        if whole := sum(getattr(w, exchange) for w in weights):
+            rate = network.collectives.get(kind, network.port).bytes_per_second
+            carried = ring_share(kind, problem.dp) * num_bytes / rate / whole  # of a second of the exchange
+            found = [known + carried * rank.hidden_seconds(exchange, passes) for known, rank in zip(found, ranks)]
+    return found
 
 
 def pipeline_seconds(
