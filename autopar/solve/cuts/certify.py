@@ -8,6 +8,7 @@ program, until the step that it predicts is the simulated one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -28,7 +29,7 @@ from autopar.solve.cuts.program import (
     freed_per_second,
     pinned_windows,
 )
-from autopar.solve.result.make_plan import Setting, step_time_of
+from autopar.solve.result.make_plan import Setting, ranks_between_nodes, shared_network, step_time_of
 
 # Solutions that are tried one after the other, each with the rows that the last one violates.
 MAX_ROUNDS, MAX_TRIED = 60, 30
@@ -140,6 +141,8 @@ class Search:
         self.program = made
         for (kind, _), weights in self.rows.items():
             made.add(kind, weights)
+        for weights, free in port_rows(self.setting, self.problem, sum(self.sizes)):
+            made.add("pipeline", weights, free)
         traffic = objective_of(self.problem).traffic
         base = made.weighted({(s, Quantity.TRAFFIC): traffic for s in range(self.problem.stages - 1)})
         self.objective = made.pipeline + made.tail + base
@@ -352,3 +355,19 @@ class Search:
         fullest = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
         receives = max(range(problem.pp), key=lambda p: sum(incoming[p :: problem.pp]))
         return {*problem.stages_at(fullest), *(problem.stages_at(receives) if problem.places else ())}
+
+
+def port_rows(setting: Setting, problem: CutProblem, microbatches: float) -> list[tuple[Numbers, float]]:
+    """Weights of the seconds for which the ports of each node are in use in a direction by messages between stages, and
+    the latencies in them, in which they are not."""
+    hardware, rows = setting.hardware, dict[tuple[int, int], dict[tuple[int, Quantity], float]]()
+    if (network := shared_network(hardware, problem.mesh)) is None or problem.balance != "time":
+        return []
+    for s, link in enumerate(problem.boundary):
+        # What one sender takes of a node's ports, by what its message takes.
+        share = microbatches * link.bytes_per_second / (network.ports * network.port.bytes_per_second)
+        for src, dst, quantity in ((s, s + 1, Quantity.SENT), (s + 1, s, Quantity.RETURNED)):
+            for direction, ranks in enumerate(ranks_between_nodes(hardware, problem.mesh, src, dst)):
+                for node, count in Counter((ranks // hardware.devices_per_node).tolist()).items():
+                    rows.setdefault((node, direction), {})[s, quantity] = count * share
+    return [(row, sum(w * problem.boundary[s].latency_seconds for (s, _), w in row.items())) for row in rows.values()]

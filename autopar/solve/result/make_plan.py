@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import DTYPE_BYTES, Graph
 from autopar.ir.hardware import Hardware, ring_share
 from autopar.ir.layout import REPLICATED, compressed
+from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.network import CollectiveKind, Network
 from autopar.ir.plan import Plan
@@ -38,6 +40,8 @@ from autopar.solve.cuts.evaluate import (
 from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
+
+Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -257,25 +261,37 @@ def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int],
     Error: low by tensor-parallel collectives between nodes, by the first message's wait for its forward and the last
         one's reader, and by uplinks that nodes share.
     """
-    hardware, mesh = setting.hardware, problem.mesh
-    network, per_node, width = hardware.network, hardware.devices_per_node, mesh.tp * mesh.dp
-    if network is None or network.ports >= per_node or mesh.devices <= per_node or mesh.pp == 1:
+    hardware, mesh, width = setting.hardware, problem.mesh, problem.tp * problem.dp
+    if (network := shared_network(hardware, mesh)) is None:
         return 0.0
-    node, own = np.arange(mesh.devices) // per_node, np.arange(width)
     out, into = np.zeros(mesh.devices), np.zeros(mesh.devices)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     for (src, dst), num_bytes in messages(problem, stage_of).items():
-        senders, receivers = src % mesh.pp * width + own, dst % mesh.pp * width + own
-        seconds = (node[senders] != node[receivers]) * (num_bytes * sum(sizes) / network.port.bytes_per_second)
+        senders, receivers = ranks_between_nodes(hardware, mesh, src, dst)
+        seconds = num_bytes * sum(sizes) / network.port.bytes_per_second
         out[senders] += seconds
         into[receivers] += seconds
     for position, hidden in enumerate(hidden_ring_seconds(problem, costs, network) if mesh.dp > 1 else ()):
-        nodes = node[position * width :][:width].reshape(mesh.dp, mesh.tp)
+        nodes = (position * width + np.arange(width)).reshape(mesh.dp, mesh.tp) // hardware.devices_per_node
         members = (nodes[:, None] == nodes).sum(axis=1)  # of a rank's group on its node: they share what leaves it
         seconds = (members < mesh.dp) / members * hidden
         for direction in (out, into):
             direction[position * width :][:width] += seconds.ravel()
-    return max(network.busiest_port_seconds(direction.tolist(), per_node) for direction in (out, into))
+    return max(network.busiest_port_seconds(direction.tolist(), hardware.devices_per_node) for direction in (out, into))
+
+
+def shared_network(hardware: Hardware, mesh: Mesh) -> Network | None:
+    """The network, if the stages of a pipeline are on several nodes that have fewer ports than devices."""
+    network, per_node = hardware.network, hardware.devices_per_node
+    return network if network and network.ports < per_node < mesh.devices and mesh.pp > 1 else None
+
+
+def ranks_between_nodes(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> tuple[Ranks, Ranks]:
+    """Ranks of a stage that send to another node what they send to a stage, and those that receive it."""
+    width = mesh.tp * mesh.dp
+    senders, receivers = (s % mesh.pp * width + np.arange(width) for s in (src, dst))
+    crosses = senders // hardware.devices_per_node != receivers // hardware.devices_per_node
+    return senders[crosses], receivers[crosses]
 
 
 def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network: Network) -> list[float]:
