@@ -129,9 +129,8 @@ class SimulatedStep:
     @property
     def bubble_fraction(self) -> float:
         """Idle share of the positions' time in the pipeline."""
-        if not self.pipeline_seconds:
-            return 0.0
-        return 1 - (1 - self.timeline.bubble_fraction) * self.timeline.step_seconds / self.pipeline_seconds
+        busy = self.timeline.busy_seconds
+        return 1.0 - sum(busy) / len(busy) / self.pipeline_seconds if self.pipeline_seconds else 0.0
 
     def waiting_seconds(self, position: Position) -> float:
         """Seconds of the step in which a position is idle."""
