@@ -109,6 +109,16 @@ class Network:
                 uplinks.append(level.uplink_share(inf if changes_rail else abs(dst_node - src_node)))
         return Port(latency, self.port.bytes_per_second * self.sender_share(senders, devices_per_node, uplinks))
 
+    def busiest_port_seconds(self, seconds: Sequence[float], devices_per_node: int) -> float:
+        """Seconds for which the busiest port is in use in one direction.
+
+        Args:
+            seconds: for each rank, those in which one port would carry what it sends to other nodes, or receives.
+        """
+        ports = min(self.ports, devices_per_node)
+        nodes = range(0, len(seconds), devices_per_node)
+        return max(*seconds, *(sum(seconds[node : node + devices_per_node]) / ports for node in nodes))
+
     def sender_share(self, senders: int, devices_per_node: int, uplinks: Sequence[float]) -> float:
         """Share of a port's bandwidth that each sender of a node has, at most 1.
 

@@ -163,6 +163,8 @@ class Prediction:
         error: relative error of the step; nine of ten measured steps were within it (`autopar.api.planning`).
         parts: parts of the step that the error is from; empty in plans made by hand and in older files.
         reduce_seconds: exposed gradient reduction.
+        port_seconds: for which the busiest port between nodes is in use during the pipeline, which takes at least as
+            long; 0 where every device has a port.
     """
 
     step_seconds: float
@@ -172,6 +174,7 @@ class Prediction:
     error: float = 0.0
     reduce_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    port_seconds: float = 0.0
     parts: tuple[StepPart, ...] = ()
 
 

@@ -8,6 +8,7 @@ program, until the step that it predicts is the simulated one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -28,7 +29,7 @@ from autopar.solve.cuts.program import (
     freed_per_second,
     pinned_windows,
 )
-from autopar.solve.result.make_plan import Setting, step_time_of
+from autopar.solve.result.make_plan import Setting, ranks_between_nodes, shared_network, step_time_of
 
 # Solutions that are tried one after the other, each with the rows that the last one violates.
 MAX_ROUNDS, MAX_TRIED = 60, 30
@@ -42,6 +43,9 @@ ROUNDING = 1e-6
 # share of the work bounds larger ones. Interleaved stages leave wide windows: 8 stages of 150 groups prove nothing in
 # 10 s that the relaxation does not.
 MAX_RELAXED, MAX_SINGLE, MAX_INTERLEAVED = 20_000, 1500, 100
+
+# Weights of a row, and the seconds that are free of it.
+PortRow = tuple[Numbers, float]
 
 
 def cuts_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
@@ -107,7 +111,8 @@ def width(windows: Windows) -> int:
 
 @dataclass
 class Search:
-    """State of `certify`. ``limit_seconds``: what the windows leave out costs at least that."""
+    """State of `certify`. ``limit_seconds``: what the windows leave out costs at least that. ``ports`` are rows of the
+    program, ``other_ports`` those that it has not taken."""
 
     setting: Setting
     traced: Merged
@@ -123,6 +128,8 @@ class Search:
         stages = range(problem.stages)
         self.unit = sum(group.seconds for group in problem.cost.groups) * problem.microbatches / problem.pp or 1.0
         self.sizes = microbatch_factors(self.setting.constraints.batch // problem.dp, problem.microbatches)
+        self.ports: list[PortRow] = []
+        self.other_ports = port_rows(self.setting, problem, sum(self.sizes))
         if problem.balance != "time":
             for s in stages:
                 self.keep("pipeline", {(s, Quantity.LOAD): 1.0})
@@ -140,6 +147,8 @@ class Search:
         self.program = made
         for (kind, _), weights in self.rows.items():
             made.add(kind, weights)
+        for weights, free in self.ports:
+            made.add("pipeline", weights, free)
         traffic = objective_of(self.problem).traffic
         base = made.weighted({(s, Quantity.TRAFFIC): traffic for s in range(self.problem.stages - 1)})
         self.objective = made.pipeline + made.tail + base
@@ -269,6 +278,17 @@ class Search:
                         added |= self.add("memory", weights)
         return added
 
+    def add_ports(self, amounts: Numbers) -> bool:
+        """Add the rows of ports that the amounts of a solution violate; whether there are any. They come when other
+        rows are no help: under them the bound does not rise before other paths are longer."""
+        limit = value_of(self.program.pipeline) * self.unit * (1 + CLOSE)
+        found = [row for row in self.other_ports if sum(w * amounts[key] for key, w in row[0].items()) - row[1] > limit]
+        for weights, free in found:
+            self.program.add("pipeline", weights, free)
+        self.ports += found
+        self.other_ports = [row for row in self.other_ports if row not in found]
+        return bool(found)
+
     def in_bytes(self, weights: Numbers) -> Numbers:
         """Weights of a memory row, for seconds and bytes instead of their units."""
         scale = (self.problem.capacity_bytes or 1) / self.unit
@@ -295,7 +315,8 @@ class Search:
                 return False
             bounds.append(outcome.bound)
             stalls = len(bounds) > PATIENCE and bounds[-1] <= (1 + self.problem.gap / 2) * bounds[-1 - PATIENCE]
-            if stalls or not self.add_violated(self.program.solved_amounts()):
+            amounts = self.program.solved_amounts()
+            if (stalls or not self.add_violated(amounts)) and not self.add_ports(amounts):
                 break
         return True
 
@@ -338,7 +359,9 @@ class Search:
             seconds = cuts_seconds(self.setting, self.traced.problem, self.traced.units(stage_of))
             if seconds < self.found.seconds:
                 self.found.seconds, self.found.stage_of = seconds, stage_of
-            self.add_violated(program.solved_amounts())
+            amounts = program.solved_amounts()
+            if not self.add_violated(amounts):
+                self.add_ports(amounts)
             program.refuse(units, range(self.problem.stages) if seconds < float("inf") else self.too_full(stage_of))
             if self.closed:
                 return
@@ -352,3 +375,19 @@ class Search:
         fullest = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
         receives = max(range(problem.pp), key=lambda p: sum(incoming[p :: problem.pp]))
         return {*problem.stages_at(fullest), *(problem.stages_at(receives) if problem.places else ())}
+
+
+def port_rows(setting: Setting, problem: CutProblem, microbatches: float) -> list[PortRow]:
+    """Weights of the seconds for which the ports of each node are in use in a direction by messages between stages, and
+    the latencies in them, in which they are not."""
+    hardware, rows = setting.hardware, dict[tuple[int, int], dict[tuple[int, Quantity], float]]()
+    if (network := shared_network(hardware, problem.mesh)) is None or problem.balance != "time":
+        return []
+    for s, link in enumerate(problem.boundary):
+        # What one sender takes of a node's ports, by what its message takes.
+        share = microbatches * link.bytes_per_second / (network.ports * network.port.bytes_per_second)
+        for src, dst, quantity in ((s, s + 1, Quantity.SENT), (s + 1, s, Quantity.RETURNED)):
+            for direction, ranks in enumerate(ranks_between_nodes(hardware, problem.mesh, src, dst)):
+                for node, count in Counter((ranks // hardware.devices_per_node).tolist()).items():
+                    rows.setdefault((node, direction), {})[s, quantity] = count * share
+    return [(row, sum(w * problem.boundary[s].latency_seconds for (s, _), w in row.items())) for row in rows.values()]

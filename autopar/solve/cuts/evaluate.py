@@ -106,6 +106,11 @@ class RankCost:
             + self.total("contention_seconds")
         )
 
+    def hidden_seconds(self, exchange: str, passes: str) -> float:
+        """Seconds of an exchange between replicas that are not exposed; both are names of fields."""
+        seconds = self.total(exchange)
+        return min(self.total(passes), seconds - seconds / max(1.0, self.total("num_buckets")))
+
     def total(self, name: str) -> float:
         """Sum of a field over the rank's stages."""
         return sum(getattr(c, name) for c in self.stages)

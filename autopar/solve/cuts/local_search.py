@@ -107,7 +107,7 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
         return float("inf")
     if pipeline is None or (problem.may_recompute and any(c.recomputed_below for c in costs)):
         return step_time_of(setting, problem, units, costs).seconds
-    return with_update(setting, problem, costs, pipeline).seconds
+    return with_update(setting, problem, units, costs, pipeline).seconds
 
 
 def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:

@@ -173,10 +173,11 @@ class CutProgram:
         """Σ weights · v."""
         return pulp.lpSum(weight * self.amount(*key) for key, weight in weights.items() if weight)
 
-    def add(self, kind: str, weights: Numbers) -> None:
-        """A row: Σ weights · v is at most X, E or the capacity, as the kind is pipeline, tail or memory."""
+    def add(self, kind: str, weights: Numbers, free: float = 0.0) -> None:
+        """A row: Σ weights · v is at most X, E or the capacity, as the kind is pipeline, tail or memory, and what is
+        free of it, in seconds."""
         limit = {"pipeline": self.pipeline, "tail": self.tail, "memory": 1.0}[kind]
-        self.lp.addConstraint(self.weighted(weights) - limit <= 0)
+        self.lp.addConstraint(self.weighted(weights) - limit <= free / self.unit)
 
     def refuse(self, units: Sequence[int], stages: Collection[int]) -> None:
         """Leave out all solutions in which some stages are what they are in this one."""
@@ -215,7 +216,7 @@ def cut_program(problem: CutProblem, unit: float, windows: Windows) -> CutProgra
     Σ_j j · x[s + 1, j] <= Σ_i end(i) · x[s, i] a stage that begins at i fits up to end(i) at most
     v[s, q] = end_q − begin_q                   `Separable` bounds of every quantity
     v[s, AGAIN] >= end − begin                  bounds of what every interval recomputes at least, as `steepest` finds
-    X >= Σ weights · v                          paths of dependencies in the schedule
+    X >= Σ weights · v                          paths of dependencies in the schedule; messages over the ports of a node
     E >= Σ weights · v                          what a rank does after the pipeline
     Σ weights · v <= capacity                   memory of ranks with several stages
     minimise X + E + traffic                    traffic counts for other balances than time

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.ir.cost_graph import CostGraph
-from autopar.ir.graph import Graph
-from autopar.ir.hardware import Hardware
+from autopar.ir.graph import DTYPE_BYTES, Graph
+from autopar.ir.hardware import Hardware, ring_share
 from autopar.ir.layout import REPLICATED, compressed
+from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_factors
+from autopar.ir.network import CollectiveKind, Network
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import (
     Alternative,
@@ -35,6 +40,8 @@ from autopar.solve.cuts.evaluate import (
 from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
+
+Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,13 @@ class Decision:
 @dataclass(frozen=True)
 class StepTime:
     """A step: the pipeline, then of the rank for which that takes longest what of the reduction its last backward does
-    not hide, and its optimizer."""
+    not hide, and its optimizer. ``port_seconds`` are those of `port_seconds`, which the pipeline takes at least."""
 
     pipeline_seconds: float
     reduce_seconds: float
     optimizer_seconds: float
     bubble_fraction: float
+    port_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -138,6 +146,7 @@ def make_plan(
             ),
             reduce_seconds=step.reduce_seconds,
             optimizer_seconds=step.optimizer_seconds,
+            port_seconds=step.port_seconds,
         ),
         solver=solver,
         hardware=HardwareInfo(
@@ -229,15 +238,78 @@ def step_time_of(
     """As `step_time`, from the stages' costs."""
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
-    return with_update(setting, problem, costs, seconds)
+    return with_update(setting, problem, stage_of, costs, seconds)
 
 
-def with_update(setting: Setting, problem: CutProblem, costs: Sequence[StageCost], seconds: float) -> StepTime:
-    """The step of which the pipeline takes so many seconds."""
+def with_update(
+    setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost], simulated: float
+) -> StepTime:
+    """The step of which the simulated pipeline takes so many seconds."""
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     busy = (sum(c.forward_seconds for c in costs) + sum(c.backward_seconds for c in costs)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
-    return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)
+    ports = port_seconds(setting, problem, stage_of, costs)
+    seconds = max(simulated, ports)
+    bubble = 1 - busy / seconds if seconds else 0.0
+    return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, bubble, ports)
+
+
+def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]) -> float:
+    """Seconds for which the busiest port of a node is in use during the pipeline, in its busier direction: by messages
+    between stages, and by what of the exchange between replicas the passes hide. 0 where each device has a port.
+
+    Error: low by tensor-parallel collectives between nodes, by the first message's wait for its forward and the last
+        one's reader, and by uplinks that nodes share.
+    """
+    hardware, mesh, width = setting.hardware, problem.mesh, problem.tp * problem.dp
+    if (network := shared_network(hardware, mesh)) is None:
+        return 0.0
+    out, into = np.zeros(mesh.devices), np.zeros(mesh.devices)
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    for (src, dst), num_bytes in messages(problem, stage_of).items():
+        senders, receivers = ranks_between_nodes(hardware, mesh, src, dst)
+        seconds = num_bytes * sum(sizes) / network.port.bytes_per_second
+        out[senders] += seconds
+        into[receivers] += seconds
+    for position, hidden in enumerate(hidden_ring_seconds(problem, costs, network) if mesh.dp > 1 else ()):
+        nodes = (position * width + np.arange(width)).reshape(mesh.dp, mesh.tp) // hardware.devices_per_node
+        members = (nodes[:, None] == nodes).sum(axis=1)  # of a rank's group on its node: they share what leaves it
+        seconds = (members < mesh.dp) / members * hidden
+        for direction in (out, into):
+            direction[position * width :][:width] += seconds.ravel()
+    return max(network.busiest_port_seconds(direction.tolist(), hardware.devices_per_node) for direction in (out, into))
+
+
+def shared_network(hardware: Hardware, mesh: Mesh) -> Network | None:
+    """The network, if the stages of a pipeline are on several nodes that have fewer ports than devices."""
+    network, per_node = hardware.network, hardware.devices_per_node
+    return network if network and network.ports < per_node < mesh.devices and mesh.pp > 1 else None
+
+
+def ranks_between_nodes(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> tuple[Ranks, Ranks]:
+    """Ranks of a stage that send to another node what they send to a stage, and those that receive it."""
+    width = mesh.tp * mesh.dp
+    senders, receivers = (s % mesh.pp * width + np.arange(width) for s in (src, dst))
+    crosses = senders // hardware.devices_per_node != receivers // hardware.devices_per_node
+    return senders[crosses], receivers[crosses]
+
+
+def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network: Network) -> list[float]:
+    """For each position, seconds in which one port carries what of a ring of replicas the passes hide."""
+    weights, share = problem.cost.weights, DTYPE_BYTES[problem.reduce_dtype] / DTYPE_BYTES["float32"]
+    reduced = sum(w.gradient_bytes for w in weights) * share
+    gathered = sum(w.copy_bytes or w.gradient_bytes for w in weights if w.gradient_bytes)
+    exchanges: tuple[tuple[CollectiveKind, str, str, float], ...] = (
+        ("reduce-scatter" if problem.zero else "all-reduce", "reduce_seconds", "backward_seconds", reduced),
+        ("all-gather", "gather_seconds", "forward_seconds", gathered),
+    )
+    found, ranks = [0.0] * problem.pp, rank_costs(problem, costs)
+    for kind, exchange, passes, num_bytes in exchanges:
+        if whole := sum(getattr(w, exchange) for w in weights):
+            rate = network.collectives.get(kind, network.port).bytes_per_second
+            carried = ring_share(kind, problem.dp) * num_bytes / rate / whole  # of a second of the exchange
+            found = [known + carried * rank.hidden_seconds(exchange, passes) for known, rank in zip(found, ranks)]
+    return found
 
 
 def pipeline_seconds(

@@ -44,9 +44,9 @@ def bound_by(setting: Setting, decision: Decision, free_seconds: float | None) -
     own = costs[slowest]
     over = seconds[slowest] / (sum(seconds) / len(seconds)) - 1 if sum(seconds) else 0.0
     share = own.transfer_seconds / own.seconds if own.seconds else 0.0
-    what = bound_text(
-        spent, Slowest(stage_text(decision, slowest), over, share), problem.mesh, problem.stages, problem.microbatches
-    )
+    where = Slowest(stage_text(decision, slowest), over, share)
+    waits = step.pipeline_seconds == step.port_seconds > 0
+    what = bound_text(spent, where, problem.mesh, problem.stages, problem.microbatches, waits)
     if free_seconds is None:
         return what
     peaks = [c.memory_bytes for c in rank_costs(problem, costs)]

@@ -71,11 +71,20 @@ class Slowest:
     transfer_share: float
 
 
-def bound_text(spent: StepBreakdown, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int) -> str:
-    """Sentence that names what bounds a step; ``spent`` is of the mean rank."""
+def bound_text(
+    spent: StepBreakdown, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int, waits_for_ports: bool
+) -> str:
+    """Sentence that names what bounds a step.
+
+    Args:
+        spent: of the mean rank.
+        waits_for_ports: the pipeline takes as long as a port between nodes is in use.
+    """
     where, parts = slowest.where, spent.by_name
     largest = max(parts, key=lambda name: parts[name])
-    if slowest.transfer_share > 0.5 or largest == "transfers":
+    if waits_for_ports:
+        what = f"ports between nodes, in use until the pipeline ends; compute of {where}"
+    elif slowest.transfer_share > 0.5 or largest == "transfers":
         what = f"transfers behind {where}, {100 * slowest.transfer_share:.0f} % of its time"
     elif largest == "reduction":
         what = f"reduction of gradients over {mesh.dp} replicas; compute of {where}"

@@ -103,7 +103,8 @@ def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, chunks: int = 1
         chunks: stages per rank; with several, the last rank of a pipeline sends to the first one too.
     Raises:
         HardwareError: partners are on different nodes and the machine has no network.
-    Error: a rank that sends both ways is counted once, and messages that never meet share the ports too.
+    Error: a rank that sends both ways is counted once, though no step is shorter than its ports are in use
+        (`make_plan.port_seconds`); messages that never meet share the ports too.
     """
     src, dst, width, per_node = src % mesh.pp, dst % mesh.pp, mesh.tp * mesh.dp, hardware.devices_per_node
     if src == dst:

@@ -56,7 +56,10 @@ def headline(plan: Plan, breakdown: Breakdown) -> str:
     where = f"stage {slowest} ({first} … {last})" if first != last else f"stage {slowest} ({first})"
     over = times[slowest] / (sum(times) / len(times)) - 1 if sum(times) else 0.0
     share = transfers_behind(pipeline, slowest) / times[slowest] if times[slowest] else 0.0
-    said = bound_text(breakdown.spent, Slowest(where, over, share), plan.mesh, len(plan.stages), plan.microbatches)
+    waits = pipeline.seconds == pipeline.port_seconds > 0
+    said = bound_text(
+        breakdown.spent, Slowest(where, over, share), plan.mesh, len(plan.stages), plan.microbatches, waits
+    )
     what = "; ".join([said, *nearly_full(breakdown)])
     if plan.seconds_without_limit is None or is_edited(plan, breakdown):
         return what

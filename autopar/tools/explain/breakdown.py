@@ -71,7 +71,8 @@ class Pipeline:
     """Everything that determines the duration of a plan's pipeline.
 
     ``forward_seconds`` and ``backward_seconds`` are per stage and microbatch, ``transfers`` are seconds by (source
-    stage, destination stage), and ``sizes`` are microbatch sizes relative to the largest.
+    stage, destination stage), and ``sizes`` are microbatch sizes relative to the largest. ``port_seconds`` is how long
+    it takes at least by the ports of nodes.
     """
 
     schedule: str
@@ -80,6 +81,7 @@ class Pipeline:
     backward_seconds: tuple[float, ...]
     transfers: Mapping[tuple[int, int], float]
     sizes: tuple[float, ...]
+    port_seconds: float
 
     @staticmethod
     def of(plan: Plan) -> Pipeline:
@@ -91,19 +93,24 @@ class Pipeline:
             tuple(s.backward_seconds for s in plan.stages),
             plan.transfer_seconds,
             microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches),
+            plan.prediction.port_seconds,
         )
 
     @property
     def seconds(self) -> float:
         """Seconds from the first forward to the end of the last backward."""
-        return scheduled_seconds(
+        played = scheduled_seconds(
             self.schedule, self.pp, self.forward_seconds, self.backward_seconds, self.transfers, self.sizes
         )
+        return max(played, self.port_seconds)
 
     def without(self, pairs: Collection[tuple[int, int]]) -> Pipeline:
-        """Copy of the pipeline in which the transfers between some pairs of stages take no time."""
+        """Copy of the pipeline in which the transfers between some pairs of stages take no time.
+
+        Error: ports are as long in use while other transfers are left.
+        """
         free = {pair: 0.0 if pair in pairs else seconds for pair, seconds in self.transfers.items()}
-        return replace(self, transfers=free)
+        return replace(self, transfers=free, port_seconds=self.port_seconds if any(free.values()) else 0.0)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ class SimulatedStep:
 
     @property
     def pipeline_seconds(self) -> float:
-        return self.timeline.step_seconds
+        """Until the last action ends, or as long as the busiest port between nodes is in use."""
+        return max(self.timeline.step_seconds, self.plan.prediction.port_seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -128,7 +129,8 @@ class SimulatedStep:
     @property
     def bubble_fraction(self) -> float:
         """Idle share of the positions' time in the pipeline."""
-        return self.timeline.bubble_fraction
+        busy = self.timeline.busy_seconds
+        return 1.0 - sum(busy) / len(busy) / self.pipeline_seconds if self.pipeline_seconds else 0.0
 
     def waiting_seconds(self, position: Position) -> float:
         """Seconds of the step in which a position is idle."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any, cast
@@ -11,15 +11,16 @@ import pytest
 from support.block_chains import GIB, MACHINE, blocks, listed, meshed, model_of, plan_for, priced
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
-from autopar.ir.cost_graph import CostGraph
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
-from autopar.solve.cuts.evaluate import RankCost, StageCost
+from autopar.solve.cuts.evaluate import RankCost, StageCost, stage_costs
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.result.make_plan import Decision, Setting, messages, pipeline_seconds, step_time
 from autopar.solve.search import Refine, Refined, least_memory_points
 from autopar.solve.space import candidates
 from autopar.solve.space.candidates import fastest_slowest_stage
@@ -280,6 +281,85 @@ def test_the_network_carries_what_leaves_a_node() -> None:
     wide = boundary_links(replace(machine, devices_per_node=4), Mesh(4, 2))
     assert [round(link.latency_seconds, 6) for link in wide] == [1e-4, 1e-3, 1e-4]
     assert [link.latency_seconds for link in boundary_links(machine, Mesh(2, 2, 2))] == pytest.approx([1e-3])
+
+
+GRADIENT_BYTES = 4 * 10**6  # of each of eight groups
+
+
+def on_nodes_of_four(mesh: Mesh, ports: float, chunks: int, zero: ZeroStage) -> tuple[Setting, CutProblem]:
+    """A chain of equal groups with large messages, 32 microbatches, and gradients that passes may hide."""
+    machine = replace(MACHINE, devices_per_node=4, network=Network(Port(1e-5, 1e9), ports), group_collective={})
+    exchange = ("reduce-scatter", "all-gather") if zero else ("all-reduce",)
+    moved = [machine.collective_seconds(kind, GRADIENT_BYTES, mesh.dp, mesh.tp) for kind in exchange]
+    groups = [Group(f"g{i}", (f"g{i}",), "", 2e-3, 4e-3) for i in range(8)]
+    edges = [TensorEdge(f"t{i}", i, (i + 1,), 4_000_000, True) for i in range(8)]
+    weights = [
+        ResidentTensor(f"w{i}", 0, (i,), 1, 1e-4, moved[0], sum(moved[1:]), 1.0, gradient_bytes=GRADIENT_BYTES)
+        for i in range(8)
+    ]
+    problem = CutProblem(
+        CostGraph("net", 1, (*groups, Group("loss", (), "")), tuple(edges), tuple(weights)),
+        mesh.pp * chunks, 32, None, (1,) * (mesh.pp * chunks), boundary_links(machine, mesh, chunks),
+        tp=mesh.tp, dp=mesh.dp, zero=zero, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b",
+        in_flight_profiles=(((1,) * chunks,),) * mesh.pp if chunks > 1 else (),
+    )  # fmt: skip
+    nothing: Any = None
+    return Setting(nothing, machine, nothing, Constraints(mesh.devices, 32 * mesh.dp), nothing), problem
+
+
+def busiest_port(problem: CutProblem, stage_of: Sequence[int], ports: float) -> float:
+    """Seconds for which the ports of four ranks are in use in a step, by the bytes that pass them rank by rank."""
+    mesh, nodes = problem.mesh, range(-(-problem.mesh.devices // 4))
+    out, into = ([0.0 for _ in nodes] for _ in range(2))
+    by_rank: dict[tuple[int, int], float] = {}
+    for (src, dst), num_bytes in messages(problem, stage_of).items():
+        for sender, receiver in zip(mesh.ranks(src % mesh.pp), mesh.ranks(dst % mesh.pp)):
+            if sender // 4 != receiver // 4:
+                out[sender // 4] += 32 * num_bytes
+                into[receiver // 4] += 32 * num_bytes
+                for one in ((sender, 0), (receiver, 1)):
+                    by_rank[one] = by_rank.get(one, 0) + 32 * num_bytes
+    for position in range(mesh.pp):
+        reduced = GRADIENT_BYTES * sum(s % mesh.pp == position for s in stage_of[:8])
+        for shard in range(mesh.tp):
+            # A ring sends as much in all under ZeRO as without it.
+            at = {rank // 4 for rank in mesh.ranks(position)[shard :: mesh.tp]}
+            for node in at if len(at) > 1 else ():
+                out[node] += 2 * (mesh.dp - 1) / mesh.dp * reduced
+                into[node] += 2 * (mesh.dp - 1) / mesh.dp * reduced
+    return max(max(*out, *into) / min(ports, 4), *by_rank.values()) / 1e9  # a rank uses one port
+
+
+def simulated(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
+    """Seconds of the simulated pipeline."""
+    costs = stage_costs(problem, stage_of)
+    passes = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
+    return pipeline_seconds(setting, problem, stage_of, *passes)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("mesh", "ports", "chunks"),
+    [
+        (Mesh(4, 1, 4), 1, 1),
+        (Mesh(4, 1, 4), 1, 2),  # a stage is a node
+        (Mesh(2, 2, 4), 1, 2),  # or two nodes, over which replicas reduce
+        (Mesh(2, 1, 16), 1, 4),
+        (Mesh(4, 2, 4), 2, 2),
+        (Mesh(8, 1, 2), 1, 1),  # two stages are a node
+        (Mesh(6), 2, 1),  # one rank of a node sends activations, another one gradients
+    ],
+)
+def test_no_step_is_shorter_than_a_port_is_in_use(mesh: Mesh, ports: int, chunks: int, zero: ZeroStage) -> None:
+    setting, problem = on_nodes_of_four(mesh, ports, chunks, zero)
+    stage_of = tuple(min(i, 7) * problem.stages // 8 for i in range(9))
+    step, busy = step_time(setting, problem, stage_of), busiest_port(problem, stage_of, ports)
+    assert step.seconds >= busy * (1 - 1e-9)
+    assert step.pipeline_seconds == max(simulated(setting, problem, stage_of), step.port_seconds)
+    assert busy - (step.reduce_seconds + step.optimizer_seconds) <= step.port_seconds * (1 + 1e-9) <= busy * (1 + 2e-9)
+    one_each = on_nodes_of_four(mesh, 4, chunks, zero)
+    step = step_time(*one_each, stage_of)
+    assert (step.pipeline_seconds, step.port_seconds) == (simulated(*one_each, stage_of), 0.0)
 
 
 def test_few_points_of_many_meshes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

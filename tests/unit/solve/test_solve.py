@@ -24,9 +24,12 @@ from support.cut_problems import (
 )
 from support.effort import examples
 
+from autopar.cost.hardware.load import load_hardware
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
+from autopar.ir.mesh import Mesh
+from autopar.ir.network import Network, Port
 from autopar.ir.plan_parts import Balance
 from autopar.solve.backend import SolverName, default_solver
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, interval_sums
@@ -34,6 +37,8 @@ from autopar.solve.cuts.evaluate import objective_seconds, stage_costs
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem, Cuts
 from autopar.solve.cuts.solve import solve_cuts
+from autopar.solve.result.make_plan import step_time
+from autopar.solve.space.constraints import boundary_links
 
 MIB = 2**20
 NVLINK = Link(27e-6, 250e9)
@@ -70,6 +75,23 @@ def test_the_optimum_equals_brute_force(problem: CutProblem, link: Link) -> None
     if problem.capacity_bytes is not None:
         assert units is not None
         assert max(memory(units.problem, units.units(cuts.stage_of))) <= problem.capacity_bytes
+
+
+@given(cost_graphs(), st.integers(4, 12), st.integers(0, 1), st.sampled_from([2, 3]))
+@settings(max_examples=examples(100), deadline=None)
+def test_over_one_port_nothing_undercuts_the_bound(cost: CostGraph, microbatches: int, latency: int, node: int) -> None:
+    network = Network(Port(latency * 1e-3, 200.0), 1)
+    machine = replace(load_hardware("cpu-generic"), link=Link(0.0, 1e12), devices_per_node=node, network=network)
+    problem = CutProblem(
+        cost, 4, microbatches, None, (1,) * 4, boundary_links(machine, Mesh(2, 1, 2), 2), dp=2, chunks=2,
+        schedule="interleaved", in_flight_profiles=(((1, 1),),) * 2, gap=GAP,
+    )  # fmt: skip
+    setting = replace(setting_of(problem, Link(0.0, 1e12)), hardware=machine)
+    steps = [step_time(setting, problem, stage_of).seconds for stage_of in contiguous(problem)]
+    assume(steps)
+    cuts = solve_cuts(setting, problem)
+    assert cuts.seconds == pytest.approx(min(steps), rel=2 * GAP, abs=1e-9)
+    assert cuts.bound_seconds <= min(steps) * (1 + 1e-9)
 
 
 @given(problems(), st.sampled_from(["params", "flops", "uniform"]))

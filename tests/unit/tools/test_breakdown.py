@@ -65,6 +65,17 @@ def test_waiting_for_transfers_is_what_free_ones_save() -> None:
         assert position.spent.bubble_seconds == pytest.approx(free.step_seconds - free.busy_seconds[rank])
 
 
+def test_waiting_for_a_port_is_what_free_transfers_save() -> None:
+    plan = by_hand([(1.0, 2.0), (1.5, 3.0), (1.0, 2.0)], microbatches=4, hop_seconds=0.5)
+    step = plan.prediction.step_seconds
+    waits = replace(plan, prediction=replace(plan.prediction, step_seconds=step + 7, port_seconds=step + 7))
+    found = explained(waits)
+    assert found.breakdown.step_seconds == step + 7 and found.notes == explained(plan).notes
+    saved = found.breakdown.spent.transfer_seconds
+    assert saved == pytest.approx(breakdown_of(plan).spent.transfer_seconds + 7)
+    assert found.headline.startswith("ports between nodes, in use until the pipeline ends; compute of stage 1")
+
+
 def test_the_end_of_a_step_is_each_positions_own_optimizer_and_waiting_for_the_last() -> None:
     plan = by_hand([(1.0, 2.0)] * 2, microbatches=2)
     stages = tuple(replace(s, optimizer_seconds=o) for s, o in zip(plan.stages, (1.0, 4.0)))

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from support.bench import check_trace
 from support.effort import examples
 from support.handmade import plan_by_hand
+from support.hardware import with_network
 from support.models import UNet, tiny_vit
 from torch import nn
 
@@ -46,6 +48,16 @@ CASES: dict[str, dict[str, Any]] = {
     "shards": {"devices": 4, "pp": 2, "tp": 2, "microbatches": 4},
     "all axes": {"devices": 8, "pp": 2, "tp": 2, "dp": 2, "microbatches": 3, "batch_size": 22},
     "recomputing": {"devices": 2, "pp": 2, "microbatches": 4, "recompute": "all"},
+    "one port": {
+        "devices": 32,
+        "pp": 4,
+        "dp": 8,
+        "microbatches": 16,
+        "batch_size": 128,
+        "schedule": "interleaved",
+        "chunks": 2,
+        "network": "ports = 1, bandwidth = 0.02 GB/s, latency = 1 us",
+    },
     "skips": {"devices": 3, "pp": 3, "microbatches": 4, "pins": {"down1": 0, "down2": 1, "cat": 2}},
 }
 
@@ -58,6 +70,10 @@ def plan_of(name: str) -> Plan:
     model = UNet() if name == "skips" else tiny_vit(depth=6)
     if name == "skips":
         options["example_inputs"] = torch.randn(16, 3, 16, 16)
+    if network := options.pop("network", None):
+        with TemporaryDirectory() as folder:
+            options["hardware"] = with_network(Path(folder), "own", "a100-nvlink", network)
+            return autopar.plan(model, **options)
     return autopar.plan(model, **options)
 
 
@@ -121,6 +137,13 @@ def test_the_parts_of_a_step_add_up(name: str) -> None:
         )
         assert (position.collective_seconds > 0) == (plan.mesh.tp > 1)
         assert (position.reduce_seconds > 0) == (plan.mesh.dp > 1)
+
+
+def test_a_pipeline_ends_when_its_ports_are_free() -> None:
+    plan = plan_of("one port")
+    step = simulate_plan(plan)
+    assert step.pipeline_seconds == plan.prediction.port_seconds > 1.1 * step.timeline.step_seconds
+    assert "ports between nodes, in use until the pipeline ends" in plan.bound_by
 
 
 def test_transfers_arrive_before_they_are_needed() -> None:
