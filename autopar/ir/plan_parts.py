@@ -164,7 +164,7 @@ class Prediction:
         parts: parts of the step that the error is from; empty in plans made by hand and in older files.
         reduce_seconds: exposed gradient reduction.
         port_seconds: for which the busiest port between nodes is in use during the pipeline, which takes at least as
-            long; 0 where every device has a port.
+            long; 0 without a pipeline over nodes.
     """
 
     step_seconds: float

@@ -29,7 +29,7 @@ from autopar.solve.cuts.program import (
     freed_per_second,
     pinned_windows,
 )
-from autopar.solve.result.make_plan import Setting, ranks_between_nodes, shared_network, step_time_of
+from autopar.solve.result.make_plan import Setting, network_between, ranks_between_nodes, step_time_of
 
 # Solutions that are tried one after the other, each with the rows that the last one violates.
 MAX_ROUNDS, MAX_TRIED = 60, 30
@@ -381,7 +381,7 @@ def port_rows(setting: Setting, problem: CutProblem, microbatches: float) -> lis
     """Weights of the seconds for which the ports of each node are in use in a direction by messages between stages, and
     the latencies in them, in which they are not."""
     hardware, rows = setting.hardware, dict[tuple[int, int], dict[tuple[int, Quantity], float]]()
-    if (network := shared_network(hardware, problem.mesh)) is None or problem.balance != "time":
+    if (network := network_between(hardware, problem.mesh)) is None or problem.balance != "time":
         return []
     for s, link in enumerate(problem.boundary):
         # What one sender takes of a node's ports, by what its message takes.

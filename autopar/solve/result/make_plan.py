@@ -256,13 +256,13 @@ def with_update(
 
 def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]) -> float:
     """Seconds for which the busiest port of a node is in use during the pipeline, in its busier direction: by messages
-    between stages, and by what of the exchange between replicas the passes hide. 0 where each device has a port.
+    between stages, and by what of the exchange between replicas the passes hide. 0 without a pipeline over nodes.
 
     Error: low by tensor-parallel collectives between nodes, by the first message's wait for its forward and the last
         one's reader, and by uplinks that nodes share.
     """
     hardware, mesh, width = setting.hardware, problem.mesh, problem.tp * problem.dp
-    if (network := shared_network(hardware, mesh)) is None:
+    if (network := network_between(hardware, mesh)) is None:
         return 0.0
     out, into = np.zeros(mesh.devices), np.zeros(mesh.devices)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
@@ -280,10 +280,9 @@ def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int],
     return max(network.busiest_port_seconds(direction.tolist(), hardware.devices_per_node) for direction in (out, into))
 
 
-def shared_network(hardware: Hardware, mesh: Mesh) -> Network | None:
-    """The network, if the stages of a pipeline are on several nodes that have fewer ports than devices."""
-    network, per_node = hardware.network, hardware.devices_per_node
-    return network if network and network.ports < per_node < mesh.devices and mesh.pp > 1 else None
+def network_between(hardware: Hardware, mesh: Mesh) -> Network | None:
+    """The network, if there is a pipeline and its ranks are on several nodes."""
+    return hardware.network if mesh.devices > hardware.devices_per_node and mesh.pp > 1 else None
 
 
 def ranks_between_nodes(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> tuple[Ranks, Ranks]:
