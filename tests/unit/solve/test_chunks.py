@@ -170,6 +170,16 @@ def test_auto_overlaps_where_transfers_cost_and_memory_allows() -> None:
     assert plan_for(graph, replace(AUTO, memory=14 * GIB), slow, saved=0.5).schedule == "1f1b"
 
 
+@pytest.mark.parametrize(("times", "batch"), [((3, 8, 1, 5, 2, 1), 4), ((5, 1, 8, 2, 2, 1), 8)])
+def test_neighbours_that_simulate_faster_than_their_bound_are_taken(times: tuple[float, ...], batch: int) -> None:
+    """Bounds are of the slowest stage and of the sum of all stages: by these alone, plans take 13 and 5 % longer."""
+    graph, groups = blocks(3), [[i] for i in range(6)]
+    asked = Constraints(devices=2, batch=batch)
+    one = replace(asked, schedule="interleaved-overlap", chunks=2, microbatches=4)
+    found, best = (pipeline(lambda b: priced(graph, groups, times, b), graph, MACHINE, a) for a in (asked, one))
+    assert found.prediction.step_seconds <= (1 + 1e-9) * best.prediction.step_seconds
+
+
 def test_where_overlap_saves_nothing_less_is_kept() -> None:
     """Two stages a rank of one operation each, with free transfers: as long under both."""
     graph = blocks(2)

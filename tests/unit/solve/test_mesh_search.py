@@ -12,6 +12,7 @@ from support.block_chains import GIB, MACHINE, blocks, listed, meshed, model_of,
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph
+from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan
@@ -79,6 +80,14 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
     ]
     found = meshed(Constraints(4, 8), reduce=reduce, overhead=overhead)
     assert found.prediction.step_seconds == pytest.approx(min(p.prediction.step_seconds for p in every))
+
+
+def test_a_row_near_the_best_step_is_the_plan_of_its_mesh() -> None:
+    """The first plan of pp 2 × tp 2 that fits, which a row far from the best step would hold, takes 144 ms."""
+    asked, hardware = Constraints(devices=4, batch=16), replace(MACHINE, link=Link(1e-3, 1e11))
+    (row,) = [r for r in meshed(asked, hardware, reduce=40e-3).alternatives if r.label.startswith("pp 2 × tp 2")]
+    plan = meshed(replace(asked, pp=2, tp=2, dp=1), hardware, reduce=40e-3)
+    assert row.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (400e-3, 0.4)])
