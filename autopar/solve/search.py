@@ -39,6 +39,7 @@ from autopar.solve.space.candidates import (
     evaluate,
     even_share_bytes,
     fullest_rank_bytes,
+    look_up,
     make_cut_problem,
     neighbours,
     point_of,
@@ -231,20 +232,17 @@ def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
 def fastest_nearby(setting: Setting, bounds: LowerBounds, explored: SearchResult) -> Candidate | None:
     """The fastest that fits, compared once more with its neighbours."""
     before, best = None, explored.best
-    while best is not None and best is not before:
+    while best is not None and (before is None or best.point != before.point):
         evaluate_neighbours(setting, bounds, explored, best.point)
         before, best = best, explored.best
     return best
 
 
 def evaluate_neighbours(setting: Setting, bounds: LowerBounds, explored: SearchResult, point: Point) -> None:
-    """Add a point's neighbours, and every other schedule on its mesh, to the candidates: their bounds are of the
-    solver's model, which a simulated step may undercut."""
-    known = explored.by_mesh[point.mesh]
-    for near in points_with_other_schedules(setting, point) + neighbours(setting, point):
-        if all(near != candidate.point for candidate in known):
-            candidate = evaluate(setting, bounds, near, float("inf"))
-            known += [candidate] if candidate is not None else []
+    """Look up a point's neighbours and every other schedule on its mesh: their bounds are of the solver's model, which
+    a simulated step may undercut, and those found far from the best step have no cuts by local search."""
+    near = points_with_other_schedules(setting, point) + neighbours(setting, point)
+    look_up(setting, bounds, explored.by_mesh[point.mesh], near)
 
 
 def explore_mesh(
@@ -291,6 +289,8 @@ def explore_mesh(
         if may_share_gradients and (candidate is None or candidate.step is None or candidate.recomputes):
             again = replace(point, zero=2)
             heappush(waiting, (bounds.expected_seconds(again), number, again))
+    if found:
+        look_up(setting, bounds, found, [min(found, key=lambda c: c.seconds).point])  # it may be listed
     return found
 
 
