@@ -4,7 +4,7 @@ integer program."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -39,6 +39,7 @@ from autopar.solve.space.candidates import (
     evaluate,
     even_share_bytes,
     fullest_rank_bytes,
+    look_up,
     make_cut_problem,
     neighbours,
     point_of,
@@ -93,9 +94,14 @@ class SearchResult:
     refused: Mapping[Mesh, str]
 
     @property
+    def fitting(self) -> list[Candidate]:
+        """All candidates that fit."""
+        return [c for found in self.by_mesh.values() for c in found if c.step is not None]
+
+    @property
     def best(self) -> Candidate | None:
         """The fastest that fits; where schedules take equally long, the one that keeps least."""
-        fitting = [c for found in self.by_mesh.values() for c in found if c.step is not None]
+        fitting = self.fitting
         best = min(fitting, key=lambda c: c.seconds, default=None)
         if best is None:
             return None
@@ -150,10 +156,13 @@ def search(
         which = f" Of all meshes {mesh} needs least." if others else ""
         remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
         raise InfeasibleError(f"{error}{which}{remedies}") from error
-    if (other := rival(explored, chosen)) is not None:
-        single, single_solver = finish(bounds, other, refine)
-        if step_seconds(setting, single) < step_seconds(setting, decision):
-            decision, solver = single, single_solver
+    finished = {chosen.point}
+    while (other := rival(explored, finished, step_seconds(setting, decision))) is not None:
+        finished.add(other.point)
+        rivals, rivals_solver = finish(bounds, other, refine)
+        if step_seconds(setting, rivals) < step_seconds(setting, decision):
+            decision, solver = rivals, rivals_solver
+            evaluate_neighbours(setting, bounds, explored, other.point)
     check_memory(decision)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     free_seconds = seconds_without_limit(setting, decision)
@@ -164,13 +173,14 @@ def search(
     )  # fmt: skip
 
 
-def rival(explored: SearchResult, chosen: Candidate) -> Candidate | None:
-    """The fastest candidate with one stage a rank, if final cuts may make it faster than a chosen one with several."""
-    if chosen.problem.chunks == 1 or chosen.step is None:
-        return None
-    single = (c for found in explored.by_mesh.values() for c in found if c.problem.chunks == 1)
-    best = min(single, key=lambda c: c.seconds, default=None)
-    return best if best is not None and best.seconds <= MAX_GAIN * chosen.seconds else None
+def rival(explored: SearchResult, finished: Set[Point], seconds: float) -> Candidate | None:
+    """The fastest candidate, or the fastest with one stage a rank, which final cuts may shorten; None if neither may
+    take less than so many seconds, or both have final cuts."""
+    single = min((c for c in explored.fitting if c.problem.chunks == 1), key=lambda c: c.seconds, default=None)
+    for candidate, gain in ((explored.best, 1.0), (single, MAX_GAIN)):
+        if candidate is not None and candidate.point not in finished and candidate.seconds < gain * seconds:
+            return candidate
+    return None
 
 
 def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
@@ -220,18 +230,19 @@ def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
 
 
 def fastest_nearby(setting: Setting, bounds: LowerBounds, explored: SearchResult) -> Candidate | None:
-    """The fastest that fits, compared once more with its neighbours and with every other schedule on its mesh: their
-    bounds are of the solver's model, which a simulated step may undercut."""
+    """The fastest that fits, compared once more with its neighbours."""
     before, best = None, explored.best
-    while best is not None and best is not before:
-        known = explored.by_mesh[best.point.mesh]
-        near = points_with_other_schedules(setting, best.point) + neighbours(setting, best.point)
-        for point in near:
-            if all(point != candidate.point for candidate in known):
-                candidate = evaluate(setting, bounds, point, float("inf"))
-                known += [candidate] if candidate is not None else []
+    while best is not None and (before is None or best.point != before.point):
+        evaluate_neighbours(setting, bounds, explored, best.point)
         before, best = best, explored.best
     return best
+
+
+def evaluate_neighbours(setting: Setting, bounds: LowerBounds, explored: SearchResult, point: Point) -> None:
+    """Look up a point's neighbours and every other schedule on its mesh: their bounds are of the solver's model, which
+    a simulated step may undercut, and those found far from the best step have no cuts by local search."""
+    near = points_with_other_schedules(setting, point) + neighbours(setting, point)
+    look_up(setting, bounds, explored.by_mesh[point.mesh], near)
 
 
 def explore_mesh(
@@ -278,6 +289,8 @@ def explore_mesh(
         if may_share_gradients and (candidate is None or candidate.step is None or candidate.recomputes):
             again = replace(point, zero=2)
             heappush(waiting, (bounds.expected_seconds(again), number, again))
+    if found:
+        look_up(setting, bounds, found, [min(found, key=lambda c: c.seconds).point])  # it may be listed
     return found
 
 

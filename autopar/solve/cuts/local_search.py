@@ -19,6 +19,9 @@ from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
+# Shares of the capacity for which the dynamic programme cuts too where stages recompute: with more room it may prefer
+# cuts from which the search ends further from the best.
+TIGHTER = (0.97, 0.93, 0.88)
 # Numbers of groups by which a cut moves: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
 FAR_STRIDES = (32, 16)
@@ -35,9 +38,10 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
     """
     if problem.balance != "time":
         return known[0]
-    free = replace(problem, capacity_bytes=None)
-    others = (contiguous_cuts(replace(free, balance=balance)) for balance in STARTS)
-    starts = [cuts_of(units) for units in (*known, *others) if units is not None]
+    others = [replace(problem, capacity_bytes=None, balance=balance) for balance in STARTS]
+    if problem.capacity_bytes is not None and recomputes(problem, known[0]):
+        others += [replace(problem, capacity_bytes=int(share * problem.capacity_bytes)) for share in TIGHTER]
+    starts = [cuts_of(units) for units in (*known, *map(contiguous_cuts, others)) if units is not None]
     tried: dict[tuple[int, ...], float] = {}
 
     def seconds(cuts: tuple[int, ...], ceiling: float = float("inf")) -> float:
@@ -47,9 +51,14 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
 
     trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
     best, size = moved(min(starts, key=seconds), seconds, tried, trials), len(known[0])
-    if problem.may_recompute and any(c.recomputed_below for c in own_peak_costs(problem, stages_of(best, size))):
+    if recomputes(problem, stages_of(best, size)):
         best = moved(best, seconds, tried, len(tried) + trials, (*FAR_STRIDES, *STRIDES))
     return stages_of(best, size)
+
+
+def recomputes(problem: CutProblem, stage_of: Sequence[int]) -> bool:
+    """Whether the capacity has any stage recompute."""
+    return problem.may_recompute and any(c.recomputed_below for c in own_peak_costs(problem, stage_of))
 
 
 def moved(

@@ -21,6 +21,7 @@ from autopar.solve.space.candidates import (
     enumerate_points,
     evaluate,
     evaluate_cuts,
+    look_up,
     microbatch_samples,
     neighbours,
     point_of,
@@ -56,7 +57,7 @@ def alternatives(
     others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
-    near = looked_up(setting, bounds, by_mesh, neighbours(setting, point_of(decision)))
+    near = look_up(setting, bounds, by_mesh[problem.mesh], neighbours(setting, point_of(decision)))
     rows += [replace(listed(point_label(c.point, problem.dp), c), microbatches=c.point.microbatches) for c in near]
     rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, bounds, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
@@ -125,22 +126,14 @@ def other_pipelines(
     """Alternatives with other schedules: the fastest for each number of stages a rank, as far as the model has so many
     pieces; fastest first."""
     fastest: dict[int, Candidate] = {}
-    for candidate in looked_up(setting, bounds, by_mesh, points_with_other_schedules(setting, point_of(decision))):
+    points = points_with_other_schedules(setting, point_of(decision))
+    for candidate in look_up(setting, bounds, by_mesh[decision.problem.mesh], points):
         if candidate.problem.stages > merge(candidate.problem).problem.cost.loss:
             continue
         known = fastest.setdefault(candidate.problem.chunks, candidate)
         if candidate.seconds < known.seconds:
             fastest[candidate.problem.chunks] = candidate
     return sorted(fastest.values(), key=lambda c: c.seconds)
-
-
-def looked_up(
-    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
-) -> list[Candidate]:
-    """The candidates at some points, evaluated now where they were not before."""
-    known = {c.point: c for candidates in by_mesh.values() for c in candidates}
-    found = [known[p] if p in known else evaluate(setting, bounds, p, float("inf")) for p in points]
-    return [c for c in found if c is not None]
 
 
 def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:

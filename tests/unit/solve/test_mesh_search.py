@@ -8,10 +8,11 @@ from itertools import combinations, pairwise
 from typing import Any, cast
 
 import pytest
-from support.block_chains import GIB, MACHINE, blocks, listed, meshed, model_of, plan_for, priced
+from support.block_chains import GIB, MACHINE, Splittable, blocks, listed, meshed, model_of, plan_for, priced
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
+from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan
@@ -21,11 +22,17 @@ from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost, stage_costs
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.result.make_plan import Decision, Setting, messages, pipeline_seconds, step_time
-from autopar.solve.search import Refine, Refined, least_memory_points
+from autopar.solve.search import Refine, Refined, explore, fastest_nearby, least_memory_points
 from autopar.solve.space import candidates
-from autopar.solve.space.candidates import fastest_slowest_stage
+from autopar.solve.space.candidates import (
+    LowerBounds,
+    evaluate_cuts,
+    fastest_slowest_stage,
+    neighbours,
+    points_with_other_schedules,
+)
 from autopar.solve.space.constraints import Constraints, boundary_links
-from autopar.solve.space.meshes import why_not
+from autopar.solve.space.meshes import possible_meshes, why_not
 
 
 def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:
@@ -80,6 +87,42 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
     ]
     found = meshed(Constraints(4, 8), reduce=reduce, overhead=overhead)
     assert found.prediction.step_seconds == pytest.approx(min(p.prediction.step_seconds for p in every))
+
+
+def test_a_row_near_the_best_step_is_the_plan_of_its_mesh() -> None:
+    """The first plan of pp 2 × tp 2 that fits, which a row far from the best step would hold, takes 144 ms."""
+    asked, hardware = Constraints(devices=4, batch=16), replace(MACHINE, link=Link(1e-3, 1e11))
+    (row,) = [r for r in meshed(asked, hardware, reduce=40e-3).alternatives if r.label.startswith("pp 2 × tp 2")]
+    plan = meshed(replace(asked, pp=2, tp=2, dp=1), hardware, reduce=40e-3)
+    assert row.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("times", "batch", "latency", "asked"),
+    [
+        ((3, 3, 8, 1, 1, 3, 1, 5, 8, 1, 3, 1), 8, 1e-3, {}),  # else the row of pp 4 takes 411 ms, not 374
+        ((5, 1, 8, 3, 1, 5, 1, 5, 5, 2, 3, 3), 16, 1e-5, {"pp": 4, "memory": 20 * GIB}),  # else interleaved is chosen
+    ],
+)
+def test_rows_and_neighbours_have_cuts_by_local_search(
+    times: tuple[float, ...], batch: int, latency: float, asked: Mapping[str, Any]
+) -> None:
+    """They were found far from the best step, where cuts are not moved."""
+    graph, hardware = blocks(6), replace(MACHINE, link=Link(latency, 1e11))
+    groups = [[i] for i in range(12)]
+    costs = Splittable(lambda b: priced(graph, groups, times, b, saved=0.2), overhead=0.02)
+    constraints = Constraints(devices=4, batch=batch, recompute="none", **asked)
+    setting = Setting(graph, hardware, model_of(graph), constraints, costs)
+    bounds = LowerBounds(setting)
+    explored = explore(setting, bounds, possible_meshes(constraints, hardware))
+    best = fastest_nearby(setting, bounds, explored)
+    assert best is not None
+    near = neighbours(setting, best.point) + points_with_other_schedules(setting, best.point)
+    rows = [min(found, key=lambda c: c.seconds) for found in explored.by_mesh.values()]
+    rows += [c for c in explored.by_mesh[best.point.mesh] if c.point in near]
+    for row in rows:
+        moved = evaluate_cuts(setting, row.point, row.priced, row.problem, constraints.capacity_bytes(hardware))
+        assert best.seconds <= row.seconds == moved.seconds
 
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (400e-3, 0.4)])
