@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopar.errors import UsageError, suggest
+from autopar.ir.pytree import tree_map
 from autopar.ir.units import of_type
 
 LIBRARY_NAME = re.compile(r"(torchvision:)?[\w.-]+")
@@ -26,12 +27,14 @@ READING = ("cache", "checkpoint", "pretrained", "weights")  # first words of arg
 class ModelSource:
     """A model by name: ``vit_tiny_patch16_224`` (timm), ``torchvision:resnet50`` or ``package.module:factory``.
 
-    ``input_shape`` includes the batch; None takes it from the model's config.
+    ``input_shape`` includes the batch; None takes it from the model's config. ``channels_last`` is the memory format of
+    the model and of its images, which are all inputs of four dims.
     """
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     input_shape: tuple[int, ...] | None = None
+    channels_last: bool = False
 
     def build(self, device: str = "cpu") -> nn.Module:
         """The model with fresh weights; on ``meta`` nothing is allocated.
@@ -48,7 +51,7 @@ class ModelSource:
             raise UsageError(f"{self.name}({arguments}) failed: {failed}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{self.name} returned {of_type(model)}; it must return a torch.nn.Module.")
-        return model
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload]
 
     def factory(self) -> Any:
         """The callable that builds the model."""
@@ -66,6 +69,16 @@ class ModelSource:
             backbone = {n: None for n in ("weights_backbone",) if n in arguments}  # by default it downloads weights
             return lambda **kwargs: models.get_model(name, weights=None, **backbone | kwargs)
         return user_factory(self.name, library, name)
+
+
+def in_channels_last(values: Any) -> Any:
+    """Values with their tensors of four dims in channels_last memory format."""
+
+    def in_format(leaf: Any) -> Any:
+        is_image = isinstance(leaf, torch.Tensor) and leaf.ndim == 4
+        return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf
+
+    return tree_map(in_format, values)
 
 
 def built_on(device: str, factory: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -39,6 +39,9 @@ class ModelFlags(BuildFlags):
             metavar="[NAME=]SHAPE[:DTYPE]",
         ),
     ] = None
+    channels_last: Annotated[
+        bool, Option("--channels-last", help="Keep model and images in channels_last memory format.")
+    ] = False
 
 
 @dataclass(frozen=True)
