@@ -83,6 +83,12 @@ def test_model_and_images_are_in_channels_last_where_a_flag_says_so(user_models)
         assert code == 0, error
         code, _, error = invoke(*command)
         assert code != 0 and "strides (108, 36, 6, 1)" in error
+    data = ["--data", "digits", "--train-num-samples", "32", "--val-num-samples", "16", "--batch-size", "16"]
+    trained = ["train", "own_models:ChannelsLast", *data, "--devices", "1", "--epochs", "1", "--backend", "gloo"]
+    code, _, error = invoke(*trained, "-o", "run", "--channels-last")
+    assert code == 0, error
+    code, _, error = invoke(*trained, "-o", "other")
+    assert code != 0 and "strides (3072, 1024, 32, 1)" in error
 
 
 @pytest.mark.filterwarnings("default::autopar.MicrobatchWarning")

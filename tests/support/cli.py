@@ -80,7 +80,7 @@ class ChannelsLast(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 10)
 
     def forward(self, x):
         for tensor in (x, self.conv.weight):
