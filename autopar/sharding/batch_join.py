@@ -103,10 +103,9 @@ def joins(whole: Graph, part: Graph) -> Mapping[str, Join]:
 
 
 def may_mix_samples(graph: Graph) -> bool:
-    """Whether an output may depend on several samples otherwise than as their sum or mean, from one graph alone.
+    """Whether an output seems to mix samples other than by a sum or a mean over them, judged from one graph.
 
-    Error: sizes of the batch's in the model's code look like constants, and tensors that grow with it like others, so
-        `joins` may know better.
+    Error: one graph does not show which sizes grow with the batch, so it errs both ways. `joins` compares two graphs.
     """
     found = OneGraphAnalysis(graph, graph).follow()
     return any(found[output.name].kind == "unknown" for output in graph.outputs if isinstance(output, Ref))
@@ -384,9 +383,8 @@ class OneGraphAnalysis(JoinAnalysis):
         return value.shape[:1] == (self.batch,)
 
     def candidates(self, op: Op, twin: Op) -> Sequence[Join]:
-        if {self.joins[name].kind for name in self.read(op)} <= {"same"} and (
-            key_of(op.target) or base(op.target)
-        ) in UNIFORM:
+        key = key_of(op.target) or base(op.target)
+        if key in UNIFORM and all(self.joins[name] == SAME for name in self.read(op)):
             grown = [dim for dim, size in enumerate(op.outputs[0].shape) if size == self.batch]
             return [Join("concatenate", Split(grown[0])) if len(grown) == 1 else SAME]
         return super().candidates(op, twin)
