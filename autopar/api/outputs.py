@@ -114,7 +114,10 @@ def warn_of_mixed_samples(part: Graph, batch: int, trace_whole: Callable[[], Gra
     has_rows = all(v.shape[:1] == (part.batch,) and part.batch not in v.shape[1:] for v in tensors)
     if part.batch == batch or (has_rows and not may_mix_samples(part)):
         return
-    whole = trace_whole()
+    try:
+        whole = trace_whole()
+    except UsageError:  # a model that takes no such batch has no outputs of it, which others could differ from
+        return
     joined = joins(whole, part)
     for number, output in enumerate(whole.outputs):
         how = joined[output.name] if isinstance(output, Ref) else None
