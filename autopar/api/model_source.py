@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopar.errors import UsageError, suggest
+from autopar.ir.pytree import tree_map
 from autopar.ir.units import of_type
 
 LIBRARY_NAME = re.compile(r"(torchvision:)?[\w.-]+")
@@ -26,12 +27,14 @@ READING = ("cache", "checkpoint", "pretrained", "weights")  # first words of arg
 class ModelSource:
     """A model by name: ``vit_tiny_patch16_224`` (timm), ``torchvision:resnet50`` or ``package.module:factory``.
 
-    ``input_shape`` includes the batch; None takes it from the model's config.
+    ``input_shape`` includes the batch; None takes it from the model's config. ``channels_last`` is the memory format of
+    the model and of its images, which are all inputs of four dims.
     """
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     input_shape: tuple[int, ...] | None = None
+    channels_last: bool = False
 
     def build(self, device: str = "cpu") -> nn.Module:
         """The model with fresh weights; on ``meta`` nothing is allocated.
@@ -44,10 +47,11 @@ class ModelSource:
             model = built_on_meta(factory, self.kwargs) if device == "meta" else built_on(device, factory, self.kwargs)
         except Exception as error:
             arguments = ", ".join(f"{k}={v!r}" for k, v in self.kwargs.items())
-            raise UsageError(f"{self.name}({arguments}) failed: {type(error).__name__}: {error}") from error
+            failed = " ".join([error_text(error), *getattr(error, "__notes__", ())])
+            raise UsageError(f"{self.name}({arguments}) failed: {failed}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{self.name} returned {of_type(model)}; it must return a torch.nn.Module.")
-        return model
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload]
 
     def factory(self) -> Any:
         """The callable that builds the model."""
@@ -67,6 +71,16 @@ class ModelSource:
         return user_factory(self.name, library, name)
 
 
+def in_channels_last(values: Any) -> Any:
+    """Values with their tensors of four dims in channels_last memory format."""
+
+    def in_format(leaf: Any) -> Any:
+        is_image = isinstance(leaf, torch.Tensor) and leaf.ndim == 4
+        return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf
+
+    return tree_map(in_format, values)
+
+
 def built_on(device: str, factory: Any, kwargs: Mapping[str, Any]) -> Any:
     """Call a factory with new tensors on a device."""
     with torch.device(device):
@@ -75,10 +89,15 @@ def built_on(device: str, factory: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def built_on_meta(factory: Any, kwargs: Mapping[str, Any]) -> Any:
     """Call a factory with tensors on the meta device. If that fails, call it again with only parameters on meta: it
-    may read values, such as drop rates from a ``linspace``."""
+    may read values, such as drop rates from a ``linspace``.
+
+    Raises:
+        Exception: the first call's, with a note on the second call's if that differs. Either may be the user's mistake:
+            the first call may only have read a value, the second may only find a name taken by the first.
+    """
     try:
         return built_on("meta", factory, kwargs)
-    except Exception:
+    except Exception as first:
         known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
         def without_values(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch says None
@@ -87,9 +106,20 @@ def built_on_meta(factory: Any, kwargs: Mapping[str, Any]) -> Any:
             twin = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             return known.setdefault(id(parameter), (parameter, twin))[1]  # one that modules share stays one
 
-        with register_module_parameter_registration_hook(without_values):
-            model = built_on("cpu", factory, kwargs)
-        return model.to("meta") if isinstance(model, nn.Module) else model
+        try:
+            with register_module_parameter_registration_hook(without_values):
+                model = built_on("cpu", factory, kwargs)
+        except Exception as second:
+            if error_text(second) != error_text(first):
+                first.add_note(f"A second call, with all but the parameters on the CPU, failed: {error_text(second)}")
+        else:
+            return model.to("meta") if isinstance(model, nn.Module) else model
+        raise
+
+
+def error_text(error: Exception) -> str:
+    """``ValueError: no such depth.``"""
+    return f"{type(error).__name__}: {str(error).removesuffix('.')}."
 
 
 def check_named_by_file(name: str, kwargs: Mapping[str, Any], instead: str) -> None:

@@ -18,7 +18,7 @@ from autopar.errors import MixedSamplesWarning, UsageError, caller_level
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.pytree import Spec, path_text, unflatten
 from autopar.ir.units import plural
-from autopar.sharding.batch_join import Join, joins
+from autopar.sharding.batch_join import Join, joins, may_mix_samples
 
 REMEDY = "Return one row per sample, or plan with microbatches=1 and dp=1."
 
@@ -100,9 +100,10 @@ def join_outputs(whole: Graph, parts: Sequence[Graph]) -> Outputs:
 
 
 def warn_of_mixed_samples(part: Graph, batch: int, trace_whole: Callable[[], Graph]) -> None:
-    """Warn of outputs that mix the samples of a batch, such as similarities of all pairs: microbatches have other ones.
+    """Warn of outputs that mix the samples of a batch, such as similarities of all pairs or rows less their mean:
+    microbatches have other ones.
 
-    Outputs of one row per sample count as unmixed. Only where there are others the batch is traced.
+    The batch is traced only where outputs are not one row per sample, or may mix samples as far as ``part`` shows.
 
     Args:
         part: training graph of a microbatch.
@@ -110,9 +111,13 @@ def warn_of_mixed_samples(part: Graph, batch: int, trace_whole: Callable[[], Gra
         trace_whole: traces the batch.
     """
     tensors = [part.readable[output.name] for output in part.outputs if isinstance(output, Ref)]
-    if part.batch == batch or all(v.shape[:1] == (part.batch,) and part.batch not in v.shape[1:] for v in tensors):
+    has_rows = all(v.shape[:1] == (part.batch,) and part.batch not in v.shape[1:] for v in tensors)
+    if part.batch == batch or (has_rows and not may_mix_samples(part)):
         return
-    whole = trace_whole()
+    try:
+        whole = trace_whole()
+    except UsageError:  # a model that takes no such batch has no outputs of it, which others could differ from
+        return
     joined = joins(whole, part)
     for number, output in enumerate(whole.outputs):
         how = joined[output.name] if isinstance(output, Ref) else None

@@ -37,8 +37,8 @@ class PlanConstraints:
         chunks: stages of a rank; more than one needs an interleaved schedule.
         microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
         microbatch_size: most samples of a microbatch.
-        schedule: "auto", the default, takes the fastest of 1f1b, interleaved and interleaved-overlap that fits. gpipe
-            takes as long as 1f1b and keeps more activations.
+        schedule: "auto", the default, takes the fastest of 1f1b, interleaved and interleaved-overlap that fits. The
+            interleaved ones leave only meshes with a pipeline. gpipe takes as long as 1f1b and keeps more activations.
         balance: what the stages share evenly.
         pins: stage of an operation or of a whole module, by name.
         memory: byte per device; the cost model's by default.

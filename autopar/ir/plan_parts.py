@@ -25,6 +25,7 @@ COMMUNICATION = ("links", "network", "overlap")  # names of parts of a step
 TIMED = "timed operations"  # part of a step of mixed prices
 Basis = Literal["steps", "measured", "assumed"]
 CostSource = Literal["analytic", "measured", "auto"]  # as requested
+ONE_DEVICE = "one device"  # label of the alternative that runs the whole batch on one
 
 
 @with_config(STRICT)

@@ -12,6 +12,7 @@ from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
 from autopar.ir.plan_parts import (
     COMMUNICATION,
+    ONE_DEVICE,
     TIMED,
     Alternative,
     Basis,
@@ -143,6 +144,7 @@ def footer(plan: PlanView) -> Table:
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
+    rows += one_device_rows(plan)
     rows += basis_rows(prediction.parts)
     rows += step_parts(seconds, prediction.reduce_seconds, prediction.optimizer_seconds)
     rows += measuring_rows(plan.solver.measuring)
@@ -161,6 +163,15 @@ def footer(plan: PlanView) -> Table:
         more = f", {len(plan.exceptions) - 3} more" if len(plan.exceptions) > 3 else ""
         rows.append(("exceptions", f"{plural(len(plan.exceptions), 'operation')} outside their range: {listed}{more}"))
     return labelled(rows)
+
+
+def one_device_rows(plan: PlanView) -> list[tuple[str, str]]:
+    """Labelled line: one device is predicted to be faster than the plan's; none where it is not, or does not fit."""
+    step = plan.prediction.step_seconds
+    alone = next((a.step_seconds for a in plan.alternatives if a.label == ONE_DEVICE), None)
+    if alone is None or alone >= step or text(alone, TIME) == text(step, TIME):
+        return []
+    return [("", f"one device is predicted to be faster: {text(alone, TIME)} instead of {text(step, TIME)}")]
 
 
 def basis_rows(parts: Sequence[StepPart]) -> list[tuple[str, str]]:

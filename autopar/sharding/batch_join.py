@@ -102,6 +102,15 @@ def joins(whole: Graph, part: Graph) -> Mapping[str, Join]:
     return JoinAnalysis(whole, part).follow()
 
 
+def may_mix_samples(graph: Graph) -> bool:
+    """Whether an output seems to mix samples other than by a sum or a mean over them, judged from one graph.
+
+    Error: one graph does not show which sizes grow with the batch, so it errs both ways. `joins` compares two graphs.
+    """
+    found = OneGraphAnalysis(graph, graph).follow()
+    return any(found[output.name].kind == "unknown" for output in graph.outputs if isinstance(output, Ref))
+
+
 class JoinAnalysis:
     """Walks the graphs of a batch and of one of its microbatches, operation by operation."""
 
@@ -117,8 +126,7 @@ class JoinAnalysis:
             different = replace(UNKNOWN, op=f"{weight.name}, a tensor in its code that depends on the batch")
             self.joins[weight.name] = SAME if equal_tensors(*constants) else different
         for value in self.whole.inputs:
-            grown = self.part.shapes.get(value.name) != value.shape
-            join = ROWS if grown else SAME
+            join = ROWS if self.grows(value) else SAME
             self.joins[value.name] = self.checked(join, value, self.part.values.get(value.name), value.name)
         for op in self.whole.ops:
             if op.outputs:
@@ -128,6 +136,10 @@ class JoinAnalysis:
         for op in self.whole.ops:  # a buffer that was updated once for each microbatch
             self.joins |= dict.fromkeys(op.mutates, replace(UNKNOWN, op=op.name))
         return self.joins
+
+    def grows(self, value: Value) -> bool:
+        """Whether an input has a row per sample."""
+        return self.part.shapes.get(value.name) != value.shape
 
     def update(self, op: Op) -> None:
         """Follow an in-place operation: all that shares the memory is lost, unless it stays joined as it was.
@@ -362,6 +374,20 @@ class JoinAnalysis:
         if join == SUM and math.isclose(ratio, self.samples / self.batch):
             return MEAN
         return SUM if join == MEAN and math.isclose(ratio, self.batch / self.samples) else UNKNOWN
+
+
+class OneGraphAnalysis(JoinAnalysis):
+    """As `JoinAnalysis`, with the microbatch's graph as the batch's: dims of as many elements as samples hold these."""
+
+    def grows(self, value: Value) -> bool:
+        return value.shape[:1] == (self.batch,)
+
+    def candidates(self, op: Op, twin: Op) -> Sequence[Join]:
+        key = key_of(op.target) or base(op.target)
+        if key in UNIFORM and all(self.joins[name] == SAME for name in self.read(op)):
+            grown = [dim for dim, size in enumerate(op.outputs[0].shape) if size == self.batch]
+            return [Join("concatenate", Split(grown[0])) if len(grown) == 1 else SAME]
+        return super().candidates(op, twin)
 
 
 def equal_tensors(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -131,7 +131,7 @@ RULES: Mapping[str, str | RuleFunction] = {
     # along dims
     "roll": views.along(2, "dims"),
     "flip": views.along(1, "dims"),
-    "argsort": views.along(1, "dim"),
+    "argsort": views.along(1, "dim", -1),
     "cumsum": views.along(1, "dim"),
     "cumprod": views.along(1, "dim"),
     "tril": "... r! c! -> ... r! c!",

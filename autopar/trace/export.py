@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +47,32 @@ def forget_sources() -> Iterator[None]:
             linecache.cache.pop(name, None)
 
 
+# torch warns of attributes that a forward assigns a tensor to, which may be state that a trace loses. These are none:
+# recurrent layers list their parameters again, and timm's attention keeps biases that it computed from parameters.
+STATELESS_ASSIGNMENTS = re.compile(
+    r"The tensor attributes? (self\.([\w.]+\.)?(_flat_weights|attention_bias_cache)\[[^\]]*\](, )?)+ (was|were) "
+    "assigned during export"
+)
+
+
+@contextlib.contextmanager
+def ignore_stateless_assignments() -> Iterator[None]:
+    """Within ``with``, torch's warning of `STATELESS_ASSIGNMENTS` is not shown.
+
+    `warnings.catch_warnings` would have Python show each warning of the user's forward again at every trace.
+    """
+    filters: Any = warnings.filters
+    ours = ("ignore", STATELESS_ASSIGNMENTS, UserWarning, None, 0)
+    filters.insert(0, ours)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the forward may have reset the filters
+            filters.remove(ours)
+
+
 @forget_sources()
+@ignore_stateless_assignments()
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> torch.export.ExportedProgram:
     """The exported program of ``model(*args, **kwargs)`` in ``mode``; the model is not changed.
 

@@ -73,6 +73,24 @@ def test_flags_reach_the_plan(user_models):
     assert plan.stages[1].first in ("1.relu", "2.linear")
 
 
+def test_model_and_images_are_in_channels_last_where_a_flag_says_so(user_models):
+    model = ["own_models:ChannelsLast", "--input", "8,3,6,6", "--devices", "2"]
+    planned = ["plan", *model, "--hardware", "cpu-generic", "-o", "plan.json"]
+    asked = ["explain", "plan.json", "--why-not", "pp=1", "--model", "own_models:ChannelsLast"]
+    checked = ["check", *model, "--steps", "1"]
+    for command in (planned, asked, checked):
+        code, _, error = invoke(*command, "--channels-last")
+        assert code == 0, error
+        code, _, error = invoke(*command)
+        assert code != 0 and "strides (108, 36, 6, 1)" in error
+    data = ["--data", "digits", "--train-num-samples", "32", "--val-num-samples", "16", "--batch-size", "16"]
+    trained = ["train", "own_models:ChannelsLast", *data, "--devices", "1", "--epochs", "1", "--backend", "gloo"]
+    code, _, error = invoke(*trained, "-o", "run", "--channels-last")
+    assert code == 0, error
+    code, _, error = invoke(*trained, "-o", "other")
+    assert code != 0 and "strides (3072, 1024, 32, 1)" in error
+
+
 @pytest.mark.filterwarnings("default::autopar.MicrobatchWarning")
 def test_changed_microbatches_are_one_line_on_stderr(user_models):
     asked = ("own_models:linear", "--input", "8x4", "--devices", "2", "--hardware", "cpu-generic", "--dp", "1")

@@ -91,8 +91,8 @@ def test_a_plan_runs_where_it_is_feasible_and_is_feasible_where_it_runs_with_5_p
 
     least = memory_for(max(plan().prediction.peak_bytes))
     limited = request(
-        source=source, shape=shape, classes=1000, devices=devices, only=("autopar",), compile=True, warmup=4, steps=3,
-        constraints={**asked, "memory": least}, channels_last=case == "convolutions",
+        source=replace(source, channels_last=case == "convolutions"), shape=shape, classes=1000, devices=devices,
+        only=("autopar",), compile=True, warmup=4, steps=3, constraints={**asked, "memory": least},
         microbatch_sizes=(), limit_seconds=300.0,
     )  # fmt: skip
     (row,) = run_bench(limited).result.rows

@@ -75,6 +75,20 @@ class Several(nn.Module):
         return self.second(torch.relu(self.first(sum(xs))))
 
 
+class ChannelsLast(nn.Module):
+    """Refuses images and weights in another memory format."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 10)
+
+    def forward(self, x):
+        for tensor in (x, self.conv.weight):
+            if not tensor.is_contiguous(memory_format=torch.channels_last):
+                raise ValueError(f"strides {tensor.stride()}")
+        return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+
+
 def linear(width=4):
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 

@@ -321,6 +321,7 @@ def mixtures() -> Iterator[Case]:
     yield case("flip.default", x(4, 8), (-1,))
     yield case("cumsum.default", x(4, 8), 1)
     yield case("argsort.default", x(4, 8), 1)
+    yield case("argsort.default", x(4, 8))
     yield case("cumprod.default", x(4, 8), 0)
     yield case("tril.default", x(4, 4, 8))
     yield case("triu.default", x(4, 4, 8), 1)

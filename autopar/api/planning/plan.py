@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.model_source import ModelSource, default_input_shape
+from autopar.api.model_source import ModelSource, default_input_shape, in_channels_last
 from autopar.api.options import Options
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts
 from autopar.api.planning.error_band import step_parts, total_error
@@ -113,6 +113,8 @@ def plan(
     kwargs = source.kwargs if isinstance(source, ModelSource) else {}
     shape = source.input_shape if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
+    if isinstance(source, ModelSource) and source.channels_last:
+        call = Call(*in_channels_last((call.args, call.kwargs)))
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
     if options.cost != "analytic" and (launch := launched()) is not None:
         options = without_measured_times(options, launch)

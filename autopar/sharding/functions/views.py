@@ -17,12 +17,16 @@ from autopar.sharding.rule import Dims, Rule
 # -- dims that are read as a whole -------------------------------------------------------------------------------
 
 
-def along(position: int, name: str) -> RuleFunction:
-    """A rule for outputs of the operand's shape that mix elements along the dims in one argument (softmax, roll)."""
+def along(position: int, name: str, default: int | None = None) -> RuleFunction:
+    """A rule for outputs of the operand's shape that mix elements along the dims in one argument (softmax, roll).
+
+    Args:
+        default: dim of calls without the argument; None for all dims.
+    """
 
     def rule(call: BoundCall) -> Rule | None:
         letters = dim_letters(call.operands[0])
-        dims = dims_from_front(call.argument(position, name), len(letters))
+        dims = dims_from_front(call.argument(position, name, default), len(letters))
         return make_rule(call, [letters], [letters] * len(call.outputs), whole=[f"d{dim}" for dim in dims])
 
     return rule

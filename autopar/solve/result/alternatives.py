@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Alternative, Balance, OtherMeshes, zero_text
+from autopar.ir.plan_parts import ONE_DEVICE, Alternative, Balance, OtherMeshes, zero_text
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.merge import merge
@@ -64,7 +64,7 @@ def alternatives(
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
     if problem.mesh.devices > 1:
         alone = one_device(setting, bounds)
-        rows.append(replace(listed("one device", alone), note=alone.note))
+        rows.append(replace(listed(ONE_DEVICE, alone), note=alone.note))
     return tuple(rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.cost_graph import CostGraph
@@ -14,6 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
 from autopar.ir.plan_constraints import PlanConstraints, check_whole
+from autopar.ir.plan_parts import INTERLEAVED
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97
@@ -49,6 +50,11 @@ class Constraints(PlanConstraints):
             raise UsageError(
                 f"chunks={self.chunks} with {alone}, which is no pipeline. Use pp=2 or more, or leave chunks out."
             )
+        if self.schedule in INTERLEAVED and (alone := self.without_pipeline()):
+            raise UsageError(
+                f"schedule={self.schedule!r} with {alone}, which is no pipeline. Use pp=2 or more, or leave schedule "
+                "out."
+            )
         for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
             if number is not None and number > self.batch:
                 raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")
@@ -64,6 +70,15 @@ class Constraints(PlanConstraints):
                 f"zero=2 with microbatches={self.microbatches}: ZeRO-2 reduces gradients after every backward, and is "
                 "for one microbatch a step. Use microbatches=1 or zero=1."
             )
+
+    def without_pipeline(self) -> str:
+        """Sizes that leave no pipeline, or an empty string."""
+        if self.devices == 1 or self.pp == 1:
+            return "pp=1" if self.pp == 1 else "1 device"
+        given = {name: size for name, size in (("tp", self.tp), ("dp", self.dp)) if size is not None}
+        if prod(given.values()) != self.devices:
+            return ""
+        return f"{' × '.join(f'{name}={size}' for name, size in given.items())} on {self.devices} devices"
 
     def capacity_bytes(self, hardware: Hardware) -> int:
         """Memory that a stage may use."""

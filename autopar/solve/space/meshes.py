@@ -9,6 +9,8 @@ from math import prod
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan_constraints import PlanConstraints
+from autopar.ir.plan_parts import INTERLEAVED
 from autopar.ir.units import plural
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
 
@@ -77,6 +79,8 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"a replica has {smallest} microbatches, and ZeRO-2 is for one"
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
         return "no pipeline, in which alone ranks have several stages"
+    if constraints.schedule in INTERLEAVED and mesh.pp == 1:
+        return "no pipeline to interleave"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
     if pinned is not None and constraints.pins[pinned] >= mesh.pp * (constraints.chunks or 1):
         return f"{pinned} is pinned to stage {constraints.pins[pinned]}"
@@ -181,7 +185,7 @@ def in_the_way(constraints: Constraints, hardware: Hardware, refused: Mapping[Me
     of_model = {mesh for mesh in refused if not why_not(mesh, constraints, hardware)}
     found = []
     for name, asked in asked_of_meshes(constraints).items():
-        looser = replace(constraints, **{name: {} if name == "pins" else None})
+        looser = replace(constraints, **{name: getattr(PlanConstraints(), name)})
         able = [mesh for mesh in factorisations(looser) if not why_not(mesh, looser, hardware)]
         # Where the model can be neither split nor cut as its meshes ask, only replicas are certain to work.
         able = [mesh for mesh in able if not of_model or mesh.pp * mesh.tp == 1]
@@ -197,6 +201,7 @@ def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
     return (
         asked
         | ({"zero": f"zero={constraints.zero}"} if constraints.zero else {})
+        | ({"schedule": f"schedule={constraints.schedule!r}"} if constraints.schedule in INTERLEAVED else {})
         | ({"pins": "the pins"} if constraints.pins else {})
     )
 

@@ -48,7 +48,6 @@ class BenchRequest:
     warmup: int = 5
     seed: int = 0
     compile: bool = False
-    channels_last: bool = False
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     microbatch_sizes: tuple[int, ...] | None = None
@@ -66,6 +65,11 @@ class BenchRequest:
     @property
     def batch(self) -> int:
         return self.shape[0]
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether model and images are in channels_last memory format."""
+        return self.source.channels_last
 
     @property
     def run_settings(self) -> Mapping[str, Any]:

@@ -124,7 +124,6 @@ class Bench:
         request = self.request
         model, images = request.source.build("meta"), torch.empty(request.shape, device="meta")
         if request.channels_last:
-            model = model.to(memory_format=torch.channels_last)
             images = images.contiguous(memory_format=torch.channels_last)
         return model, images
 

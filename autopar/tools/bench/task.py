@@ -57,8 +57,7 @@ def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
         if num_bytes < MAX_BUILD_SHARE * torch.cuda.get_device_properties(worker.device).total_memory:
             place = str(worker.device)
     torch.manual_seed(task.request.seed)
-    model = request.source.build(place)
-    return (model.to(memory_format=torch.channels_last) if task.request.channels_last else model).train()
+    return request.source.build(place).train()
 
 
 def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,10 +48,6 @@ class BenchFlags:
         str | None,
         typer.Option(help="Microbatch sizes to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
     ] = None
-    channels_last: Annotated[
-        bool,
-        typer.Option("--channels-last", help="Keep model and images in channels_last memory format, in all baselines."),
-    ] = False
     limit: Annotated[
         float, typer.Option(min=1, help="Time limit of each variant of a baseline, in seconds.", metavar="N")
     ] = 600.0
@@ -199,7 +195,6 @@ def bench_request(
         warmup=flags.warmup,
         seed=flags.seed,
         compile=compiles,
-        channels_last=flags.channels_last,
         only=parse_names("--only", flags.only),
         skip=parse_names("--skip", flags.skip),
         microbatch_sizes=sizes,

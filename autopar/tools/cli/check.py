@@ -35,6 +35,7 @@ def check(
     constraints = plan_flags.constraints() | run_flags.constraints()
     import torch
 
+    from autopar.api.model_source import in_channels_last
     from autopar.api.planning.plan import example_call
     from autopar.tools.cli.inputs import Input, example, parse_inputs
     from autopar.tools.cli.models import model_source, named_plan
@@ -50,6 +51,8 @@ def check(
     x = example(inputs, Input.drawn)
     if x is None:
         x = torch.randn(example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape)
+    if source.channels_last:
+        x = in_channels_last(x)
     samples = as_call(built, x).batch
     with warnings.catch_warnings():
         if not {"microbatches", "microbatch_size"} & constraints.keys():

@@ -53,6 +53,12 @@ def explain(
             "--model-ema", help="For --why-not: the plan is for training with a moving average of the weights (EMA)."
         ),
     ] = False,
+    channels_last: Annotated[
+        bool,
+        typer.Option(
+            "--channels-last", help="For --why-not: the plan is for model and images in channels_last memory format."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
     """Explain what bounds a plan's step, why other plans were not chosen, and how two plans differ."""
@@ -77,6 +83,7 @@ def explain(
         "--model-kwargs": model_kwargs,
         "--opt": opt,
         "--model-ema": model_ema or None,
+        "--channels-last": channels_last or None,
     }
     for flag, value in only_for_questions.items():
         if value is not None and not questions:
@@ -88,7 +95,8 @@ def explain(
     found = ()
     if questions:
         kwargs = parse_kwargs(model_kwargs) if model_kwargs is not None else None
-        found = answers(loaded, rebuilt_of(loaded, model, kwargs, hardware, opt, model_ema), questions)
+        rebuilt = rebuilt_of(loaded, model, kwargs, hardware, opt, model_ema, channels_last)
+        found = answers(loaded, rebuilt, questions)
     if as_json:
         report = {"plan": str(plan), **asdict(explanation), "why_not": [asdict(a) for a in found]}
         typer.echo(json.dumps(report | {"diff": asdict(changed) if changed is not None else None}, indent=2))

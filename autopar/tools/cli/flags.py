@@ -24,6 +24,9 @@ class BuildFlags:
         list[str] | None,
         Option(help="Arguments of the model, such as depth=6 patch_size=8.", metavar="NAME=VALUE ..."),
     ] = None
+    channels_last: Annotated[
+        bool, Option("--channels-last", help="Keep model and images in channels_last memory format.")
+    ] = False
 
 
 @dataclass(frozen=True)

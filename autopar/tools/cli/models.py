@@ -14,14 +14,14 @@ SIZE_ARGUMENTS = ("img_size", "image_size")  # timm's and torchvision's
 
 
 def model_source(name: str, flags: ModelFlags, batch: int) -> ModelSource:
-    """Source of the named model, for the requested image size.
+    """Source of the named model, for the requested image size and memory format.
 
     Args:
         batch: first size of the input shape, which is set only with ``--img-size``.
     Raises:
         UsageError: unknown model, or flags that contradict each other.
     """
-    source = ModelSource(name, parse_kwargs(flags.model_kwargs))
+    source = ModelSource(name, parse_kwargs(flags.model_kwargs), channels_last=flags.channels_last)
     if flags.inputs and flags.img_size is not None:
         raise UsageError("Both --input and --img-size are given. Leave one out.")
     if flags.img_size is None:

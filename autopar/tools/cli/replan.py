@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.model_source import ModelSource, check_named_by_file
+from autopar.api.model_source import ModelSource, check_named_by_file, in_channels_last
 from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import source
 from autopar.errors import PlanError, UsageError
@@ -59,17 +59,20 @@ def held_lines(program: Program, programs: ProgramCache) -> list[str]:
     return lines
 
 
-def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:
+def planned_model(
+    plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None, channels_last: bool = False
+) -> nn.Module:
     """The plan's model on the meta device, without weights.
 
     Args:
         name, kwargs: model to build and its arguments; None for the plan's.
+        channels_last: memory format of the model.
     Raises:
         UsageError: no such model, or the plan's is not of timm or torchvision and ``name`` is None.
         PlanError: the plan's model cannot be built by name.
     """
     if name is not None:
-        return ModelSource(name, kwargs or {}).build("meta")
+        return ModelSource(name, kwargs or {}, channels_last=channels_last).build("meta")
     check_named_by_file(
         plan.model.name,
         plan.model.kwargs if kwargs is None else {},
@@ -78,7 +81,7 @@ def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None
     if kwargs is None:
         kwargs = plan.model.kwargs
     try:
-        return ModelSource(plan.model.name, kwargs).build("meta")
+        return ModelSource(plan.model.name, kwargs, channels_last=channels_last).build("meta")
     except UsageError as error:
         raise PlanError(
             f"Cannot build the plan's model by its name, field model.name: {error} A model that was made in Python "
@@ -138,6 +141,7 @@ def rebuilt_of(
     hardware: str | None,
     opt: str | None,
     model_ema: bool,
+    channels_last: bool = False,
 ) -> ReplanContext:
     """Everything that the plan was made from.
 
@@ -146,22 +150,25 @@ def rebuilt_of(
         hardware: name or file of the plan's cost model; None for a shipped one.
         opt: timm's name of the optimizer that the plan is for; None for AdamW.
         model_ema: whether the plan is for a moving average in addition to the weights.
+        channels_last: whether the plan is for a model and images in that memory format.
     Raises:
         UsageError: no such model.
         HardwareError: the cost model is unknown, or not the plan's.
         PlanError: as `planned_model` and `planned_call`.
     """
     machine = plan_hardware(plan, hardware)
-    model = planned_model(plan, name, kwargs)
+    model = planned_model(plan, name, kwargs, channels_last)
+    call = planned_call(plan, model)
     arguments = kwargs if kwargs is not None else plan.model.kwargs if name is None else {}
     return ReplanContext(
         name or plan.model.name,
         arguments,
         model,
         planned_inputs(plan, model),
-        planned_call(plan, model),
+        Call(*in_channels_last((call.args, call.kwargs))) if channels_last else call,
         machine,
         hardware or plan.hardware.name,
         opt,
         timm_average(EMA_DECAY) if model_ema else None,
+        channels_last,
     )

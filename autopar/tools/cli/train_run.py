@@ -15,7 +15,7 @@ import typer
 from torch import nn
 
 from autopar.api.model import ParallelModel
-from autopar.api.model_source import ModelSource
+from autopar.api.model_source import ModelSource, in_channels_last
 from autopar.api.parallelize import parallelize
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
@@ -159,6 +159,8 @@ def run_to_the_end(asked: Run) -> None:
     torch.manual_seed(asked.seed)
     model = source.build("cpu")
     example = torch.empty(asked.at_once, *data.form.shape, device="meta")
+    if source.channels_last:
+        example = in_channels_last(example)
     updating = how_to_update(asked, model, steps)
     if is_rank_zero():
         make_folder(asked.folder)
@@ -177,11 +179,12 @@ def run_to_the_end(asked: Run) -> None:
             length = f"{plural(asked.epochs, 'epoch')} of {plural(trainer.position.steps, 'update')}"
             typer.echo(f"\n{data}; {length}\n")
         fit(trainer)
-        weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: ReferenceScore.of(pm, data, asked.at_once)}
+        score = partial(ReferenceScore.of, pm, data, asked.at_once, source.channels_last)
+        weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: score()}
         if asked.optimizer.model_ema:
             weights[EMA_WEIGHTS] = pm.ema_state_dict()
             with pm.ema_weights():
-                proofs[EMA_WEIGHTS] = ReferenceScore.of(pm, data, asked.at_once)
+                proofs[EMA_WEIGHTS] = score()
         device = pm.machine.device_type
     if is_rank_zero():
         for name, state in weights.items():
@@ -206,7 +209,7 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
     for name in flags.keys() & given.keys():
         flag = "--drop" if name == "drop_rate" else "--drop-path"
         raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
-    source = ModelSource(asked.model, given | flags)
+    source = ModelSource(asked.model, given | flags, channels_last=asked.build.channels_last)
     side = image_side(asked.build, source)
     data = load_data(asked.data.data, asked.data.wanted(side, source.kwargs.get("in_chans", 3), asked.seed))
     return sized(with_classes(source, data.num_classes), side), data
@@ -259,8 +262,9 @@ def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -
             grad_accum_steps=asked.optimizer.grad_accum_steps,
             mixup=asked.mixup(data.num_classes),
             num_workers=asked.workers,
+            channels_last=source.channels_last,
         ),
-        evaluation_loader(data, asked.at_once, pm, asked.workers),
+        evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last),
         epochs=asked.epochs,
         grad_accum_steps=asked.optimizer.grad_accum_steps,
         schedule="timm",

@@ -33,10 +33,11 @@ class ReferenceScore:
     scored: Evaluation
 
     @staticmethod
-    def of(pm: ParallelModel, data: Data, batch_size: int) -> ReferenceScore:
+    def of(pm: ParallelModel, data: Data, batch_size: int, channels_last: bool) -> ReferenceScore:
         """Evaluate the parallel model. A collective call: all ranks of torchrun make it."""
         some = replace(data, test=first(data.test, MAX_IMAGES))
-        return ReferenceScore(some, batch_size, evaluate(pm, evaluation_loader(some, batch_size, pm).epoch(1)))
+        images = evaluation_loader(some, batch_size, pm, channels_last=channels_last)
+        return ReferenceScore(some, batch_size, evaluate(pm, images.epoch(1)))
 
 
 def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
@@ -56,7 +57,8 @@ def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan
         with torch.autocast(device, dtype, enabled=dtype is not None):
             return model(cast_leaf(x.to(device), low) if low is not None else x.to(device))
 
-    scored = evaluate_alone(alone, evaluation_loader(proof.data, proof.batch_size).epoch(1))
+    images = evaluation_loader(proof.data, proof.batch_size, channels_last=source.channels_last)
+    scored = evaluate_alone(alone, images.epoch(1))
     total = scored.samples
     typer.echo(f"{title:<14} {percent(proof.scored.accuracy, 2)}  on {plural(plan.mesh.devices, 'device')}")
     typer.echo(

@@ -42,7 +42,7 @@ class ReplanContext:
 
     ``name`` and ``kwargs`` build the model; ``inputs`` are by argument name; ``machine`` is the name or file of
     ``hardware``. ``opt`` is timm's name of the optimizer, None for AdamW. ``ema`` makes the moving average of the
-    weights, None without one.
+    weights, None without one. ``channels_last`` is the memory format of model and images.
     """
 
     name: str
@@ -54,6 +54,7 @@ class ReplanContext:
     machine: str
     opt: str | None = None
     ema: Callable[[nn.Module], Any] | None = None
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ def command_for(plan: Plan, rebuilt: ReplanContext, given: Mapping[str, Any]) ->
         words += ["--opt", rebuilt.opt]
     if rebuilt.ema is not None:
         words.append("--model-ema")
+    if rebuilt.channels_last:
+        words.append("--channels-last")
     for name, value in given.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

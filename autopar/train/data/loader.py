@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -92,13 +93,14 @@ def seeded(*seed: int) -> Iterator[None]:
 
 
 def collate(
-    samples: Sequence[tuple[torch.Tensor, int] | Unreadable],
+    samples: Sequence[tuple[torch.Tensor, int] | Unreadable], memory_format: torch.memory_format
 ) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
     """Samples as a batch, images [batch, channels, height, width] and labels [batch]; or the first unreadable one."""
     good = [s for s in samples if not isinstance(s, Unreadable)]
     if len(good) < len(samples):
         return next(s for s in samples if isinstance(s, Unreadable))
-    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good], device="cpu")
+    images = torch.stack([image for image, _ in good]).contiguous(memory_format=memory_format)
+    return images, torch.tensor([label for _, label in good], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class PartLoader:
         num_workers: int = 0,
         mixup: Mixup | None = None,
         group: int = 1,
+        channels_last: bool = False,
     ) -> None:
         """Prepare; no process starts yet.
 
@@ -146,7 +149,9 @@ class PartLoader:
             reads: whether this rank needs images; otherwise its batches hold tensors on the meta device.
             num_workers: processes that read images; 0 reads in this one.
             group: batches of one update, which are mixed with the same share and box.
+            channels_last: whether batches of images are in that memory format.
         """
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.sampler, self.shape, self.mixup, self.group = sampler, shape, mixup, group
         self.labels = samples.images.labels
         self.source: DataLoader[Any] | None = None
@@ -157,7 +162,7 @@ class PartLoader:
                 num_workers=num_workers,
                 persistent_workers=num_workers > 0,
                 worker_init_fn=IgnoreSignals(),
-                collate_fn=collate,
+                collate_fn=partial(collate, memory_format=self.memory_format),
                 pin_memory=torch.cuda.is_available(),
                 generator=torch.Generator(),  # otherwise it draws from the default generator, which is the user's
             )
@@ -185,7 +190,7 @@ class PartLoader:
     def label_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batches with images on the meta device and real labels."""
         for keys in self.sampler:
-            x = torch.empty(len(keys), *self.shape, device="meta")
+            x = torch.empty(len(keys), *self.shape, device="meta", memory_format=self.memory_format)
             yield x, torch.tensor([int(self.labels[key.index]) for key in keys], device="cpu")
 
 
@@ -282,12 +287,14 @@ def training_loader(
     grad_accum_steps: int = 1,
     mixup: Mixup | None = None,
     num_workers: int = 0,
+    channels_last: bool = False,
 ) -> PartLoader:
     """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
 
     Args:
         batch_size: samples of one update, over all devices and accumulation steps.
         augmentation: random changes of the images; by default the usual ones for the data.
+        channels_last: whether images are in that memory format.
 
     Raises:
         UsageError: the batch is too large, or the data ranks cannot share it.
@@ -298,15 +305,19 @@ def training_loader(
     augmentation = data.augmentation if augmentation is None else augmentation
     sampler = PartSampler(len(data.train.labels), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps)
     samples = ImageSamples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
-    return PartLoader(samples, sampler, data.form.shape, pm.needs_inputs, num_workers, mixup, grad_accum_steps)
+    return PartLoader(
+        samples, sampler, data.form.shape, pm.needs_inputs, num_workers, mixup, grad_accum_steps, channels_last
+    )
 
 
-def evaluation_loader(data: Data, batch_size: int, pm: ParallelModel | None = None, num_workers: int = 0) -> PartLoader:
+def evaluation_loader(
+    data: Data, batch_size: int, pm: ParallelModel | None = None, num_workers: int = 0, channels_last: bool = False
+) -> PartLoader:
     """Loader of this rank's part of the test images, in order; of all of them without a parallel model."""
     rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
     sampler = PartSampler(len(data.test.labels), batch_size, rank, size, training=False)
     samples = ImageSamples(data.test, evaluation_transform(data.form), 0, random=False)
-    return PartLoader(samples, sampler, data.form.shape, reads, num_workers)
+    return PartLoader(samples, sampler, data.form.shape, reads, num_workers, channels_last=channels_last)
 
 
 def micro_batch(batch_size: int, grad_accum_steps: int) -> int:

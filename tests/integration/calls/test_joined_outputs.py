@@ -158,6 +158,17 @@ class Similarities(nn.Module):
         return rows @ rows.T
 
 
+class FourSamples(nn.Module):
+    """Takes batches of four samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.start = nn.Linear(6, 4), nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x) + self.start
+
+
 def of_pairs(similarities: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(similarities, torch.arange(len(similarities)))
 
@@ -175,4 +186,6 @@ def test_outputs_that_mix_samples_are_warned_of_where_microbatches_have_other_on
             pass
         four_classes = nn.Linear(6, 4)  # as many as a microbatch has samples
         with autopar.parallelize(four_classes, 1, x, microbatches=2):
+            pass
+        with autopar.parallelize(FourSamples(), 1, x, microbatches=2):
             pass

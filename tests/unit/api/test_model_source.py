@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -29,6 +27,21 @@ def refusing() -> nn.Module:
     raise ValueError("no such depth")
 
 
+CALLS: list[str] = []
+
+
+def registering() -> nn.Module:
+    """Of two calls only the first says what is wrong."""
+    CALLS.append("registering")
+    raise ValueError("depth must be even." if len(CALLS) % 2 else "the name is taken")
+
+
+def reading() -> nn.Module:
+    """Only a call with values says what is wrong."""
+    rate = torch.linspace(0, 1, 3)[1].item()
+    raise ValueError(f"no such rate: {rate}")
+
+
 def test_a_factory_that_reads_values_gets_parameters_without_memory() -> None:
     model = ModelSource(f"{__name__}:Tied", {"rate": 1.0}).build("meta")
     assert isinstance(model, Tied)
@@ -47,7 +60,19 @@ def test_regnets_of_torchvision_are_built_by_name() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_the_error_of_a_factory_is_its_own() -> None:
-    assert __name__ in sys.modules
-    with pytest.raises(UsageError, match=r"refusing\(\) failed: ValueError: no such depth"):
-        ModelSource(f"{__name__}:refusing").build("meta")
+@pytest.mark.parametrize(
+    ("factory", "first", "second"),
+    [
+        ("registering", r"ValueError: depth must be even\.", r"ValueError: the name is taken\."),
+        (
+            "reading",
+            r"RuntimeError: Tensor\.item\(\) cannot be called on meta tensors\.",
+            r"ValueError: no such rate: 0\.5\.",
+        ),
+        ("refusing", "ValueError: no such depth.", None),
+    ],
+)
+def test_two_different_errors_of_a_factory_are_both_shown(factory: str, first: str, second: str | None) -> None:
+    again = "" if second is None else rf" A second call, with all but the parameters on the CPU, failed: {second}"
+    with pytest.raises(UsageError, match=rf"{factory}\(\) failed: {first}{again}$"):
+        ModelSource(f"{__name__}:{factory}").build("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from support.effort import examples, only
 from torch import Tensor, nn
 
-from autopar import UsageError
-from autopar.api.outputs import join_outputs
+from autopar import MixedSamplesWarning, UsageError
+from autopar.api.outputs import join_outputs, warn_of_mixed_samples
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import leaves
 from autopar.trace.trace import trace
@@ -178,6 +179,29 @@ def test_outputs_that_do_not_follow_are_refused(name: str) -> None:
     assert isinstance(result, str), "joined"
     assert re.search(message, result), result
     assert "Return one row per sample, or plan with microbatches=1 and dp=1." in result
+
+
+MIXING = (
+    "similarity", "centred", "softmax of samples", "sorted samples", "norms of columns", "reversed", "transformed",
+    "an updated sample",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*JOINED, *MIXING, "batch norm"])
+def test_training_warns_of_outputs_that_mix_samples(name: str) -> None:
+    functions = JOINED | {mixing: REFUSED[mixing][0] for mixing in MIXING}
+    x = torch.randn(10, T, 6)
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(24)) if name == "batch norm" else Head(functions[name])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MixedSamplesWarning)
+        warn_of_mixed_samples(trace(model, (x[:5],)), 10, lambda: trace(model, (x,)))
+    assert {w.category for w in caught} == ({MixedSamplesWarning} if name in MIXING else set())
+
+
+@pytest.mark.parametrize("name", ["class token", "along other dims", "products"])
+def test_only_where_samples_may_be_mixed_the_batch_is_traced(name: str) -> None:
+    part = trace(Head(JOINED[name]), (torch.randn(7, T, 6),))
+    warn_of_mixed_samples(part, 14, lambda: pytest.fail("traced"))
 
 
 class Rearranged(nn.Module):

@@ -99,6 +99,14 @@ def test_the_step_says_what_its_error_rests_on() -> None:
     assert "\n            rests on compute ±5 % (measured steps)\n" in printed, "no command narrows that"
 
 
+@pytest.mark.parametrize(("alone", "is_said"), [(0.1, True), (0.12338, False), (0.1234, False), (None, False)])
+def test_a_plan_says_where_one_device_is_faster(alone: float | None, is_said: bool) -> None:
+    others = tuple(a for a in PLAN.alternatives if a.label != "one device")
+    printed = plan_text(replace(PLAN, alternatives=(*others, Alternative("one device", alone))))
+    line = "\n            one device is predicted to be faster: 100.0 ms instead of 123.4 ms\n"
+    assert (line in printed) == is_said == ("predicted to be" in printed)
+
+
 @pytest.mark.parametrize(
     ("others", "line"),
     [

@@ -111,13 +111,31 @@ def test_what_is_the_same_under_both_is_considered_once() -> None:
 def test_chunks_need_a_pipeline() -> None:
     plan = meshed(replace(AUTO, chunks=2), FREE, depth=8)
     assert (plan.mesh.pp, plan.chunks) == (2, 2)
-    whole = meshed(replace(AUTO, dp=2, schedule="interleaved"), FREE, depth=8)
-    assert (whole.mesh.pp, whole.schedule) == (1, "1f1b")
     for alone in ({"pp": 1}, {"devices": 1}):
         with pytest.raises(UsageError, match=r"^chunks=2 with (pp=1|1 device), which is no pipeline"):
             replace(AUTO, chunks=2, **alone)
     with pytest.raises(InfeasibleError, match="no pipeline, in which alone ranks have several stages"):
         meshed(replace(AUTO, dp=2, chunks=2), FREE, depth=8)
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_interleaved_schedules_need_a_pipeline(name: Any) -> None:
+    asked = Constraints(devices=4, batch=16)
+    assert meshed(asked, FREE, depth=8).mesh.pp == 1  # the fastest, but not what is asked for below
+    plan = meshed(replace(asked, schedule=name), FREE, depth=8)
+    assert plan.mesh.pp > 1 and plan.schedule == name
+    assert ("pp 1 × tp 1 × dp 4", "no pipeline to interleave") in [(a.label, a.note) for a in plan.alternatives]
+    for sizes, alone in (
+        ({"pp": 1}, "pp=1"),
+        ({"devices": 1}, "1 device"),
+        ({"dp": 4}, "dp=4 on 4 devices"),
+        ({"dp": 2, "tp": 2}, "tp=2 × dp=2 on 4 devices"),
+    ):
+        with pytest.raises(UsageError, match=f"^schedule={name!r} with {alone}, which is no pipeline. Use pp=2 or"):
+            replace(asked, schedule=name, **sizes)
+        assert replace(asked, schedule="gpipe", **sizes).schedule == "gpipe"
+    with pytest.raises(InfeasibleError, match=rf"Leave out zero=1 \(for pp 2 .*\) or schedule='{name}' \(for pp 1 "):
+        meshed(Constraints(devices=2, batch=16, zero=1, schedule=name), FREE, depth=8)
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)

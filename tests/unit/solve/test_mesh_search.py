@@ -253,11 +253,11 @@ def test_devices_that_no_mesh_can_use() -> None:
 @pytest.mark.parametrize(
     ("asked", "remedy"),
     [
-        ({"dp": 2, "schedule": "interleaved", "chunks": 3},
+        ({"dp": 2, "chunks": 3},
          "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1) or chunks=3 (for pp 1 × tp 1 × dp 2)."),
         ({"pp": 2, "zero": 1},
          "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero=1 (for pp 2 × tp 1 × dp 1)."),
-        ({"dp": 2, "pins": {"blocks.0": 0, "blocks.1": 1}, "chunks": 2, "schedule": "interleaved"},
+        ({"dp": 2, "pins": {"blocks.0": 0, "blocks.1": 1}, "chunks": 2},
          "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1)."),
     ],
 )  # fmt: skip

@@ -108,7 +108,7 @@ def test_bad_input_ends_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_single_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_step_is_enough_and_the_memory_format_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[BenchRequest] = []
 
     def note(told: BenchRequest, *others: object) -> BenchOutput:
@@ -117,8 +117,8 @@ def test_a_single_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("autopar.tools.bench.run.run_bench", note)
     assert invoke("bench", *FLAGS, "--steps", "1")[0] == 2
-    assert invoke("bench", *FLAGS)[0] == 2
-    assert [told.steps for told in asked] == [1, 10]
+    assert invoke("bench", *FLAGS, "--channels-last")[0] == 2
+    assert [(told.steps, told.channels_last) for told in asked] == [(1, False), (10, True)]
 
 
 def test_a_launcher_around_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

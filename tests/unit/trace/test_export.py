@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import linecache
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.traced import Body, X
+from timm.models.levit import Attention
 from torch import nn
 from torch.fx import graph_module
 
@@ -119,3 +121,29 @@ def test_a_trace_leaves_no_source_behind() -> None:
     trace(nn.Linear(3, 2), (torch.randn(2, 3),))
     assert set(graph_module._loader.eval_cache) == before[0]
     assert not [name for name in set(linecache.cache) - before[1] if name.startswith("<eval_with_key>")]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, keeps_state: bool) -> None:
+        super().__init__()
+        self.lstm, self.keeps_state, self.state = nn.LSTM(3, 4, batch_first=True), keeps_state, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("of the user", stacklevel=1)
+        y, _ = self.lstm(x)
+        if self.keeps_state:
+            self.state = y.detach()
+        return y[:, -1]
+
+
+def test_torch_warns_of_assigned_tensors_only_where_they_are_state() -> None:
+    filters = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for mode in ("train", "eval", "train"):
+            trace(Recurrent(False), (torch.randn(2, 5, 3),), mode=mode)
+        trace(Attention(8, 4, resolution=(2, 2)), (torch.randn(2, 4, 8),), mode="eval")
+    assert [str(w.message) for w in caught] == ["of the user"]  # once, as Python shows it without a trace
+    with pytest.warns(UserWarning, match=r"self\.state.* were assigned during export"):
+        trace(Recurrent(True), (torch.randn(2, 5, 3),))
+    assert warnings.filters == filters

@@ -268,6 +268,19 @@ def test_without_images_there_are_labels_and_shapes():
     assert all(torch.equal(a.y, b.y) and a.x.shape == b.x.shape and b.x.is_meta for a, b in zip(read, unread))
 
 
+def test_batches_of_images_may_be_in_channels_last() -> None:
+    data = load_data("synthetic", Wanted(16, num_train=16))
+    samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
+    for reads in (True, False):
+        usual, last = (
+            list(PartLoader(samples, PartSampler(16, 4), data.form.shape, reads, channels_last=asked).epoch(1))
+            for asked in (False, True)
+        )
+        assert {batch.x.stride() for batch in usual} == {(768, 256, 16, 1)}
+        assert {batch.x.stride() for batch in last} == {(768, 1, 48, 3)}
+        assert not reads or all(torch.equal(a.x, b.x) for a, b in zip(usual, last))
+
+
 def test_images_are_moved_not_changed():
     form = Format(1, 3, (0.0,), (1.0,))
     image = Image.fromarray(np.arange(0, 90, 10, dtype=np.uint8).reshape(3, 3))
