@@ -29,8 +29,9 @@ from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.ir.plan_parts import Balance
 from autopar.solve.backend import SolverName, default_solver
-from autopar.solve.cuts.dynamic_programme import contiguous_cuts, interval_sums
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import objective_seconds, stage_costs
+from autopar.solve.cuts.intervals import interval_sums
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem, Cuts
 from autopar.solve.cuts.solve import solve_cuts
