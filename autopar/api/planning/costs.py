@@ -164,7 +164,8 @@ class PlanCosts:
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         """Strategies of every group over ``tp`` ranks, with their costs."""
         factors = self.factors_near(MeasuredConfig(tp, size))
-        return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors)
+        grouped = self.memoized(("grouped", tp), dict)  # what all sizes share
+        return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors, grouped)
 
     def pricing(self, tp: int, size: int) -> Pricing:
         """The unsharded graph, to be priced for ``tp`` ranks and a microbatch of ``size`` samples."""

@@ -92,6 +92,12 @@ class Pricing:
     batch: int
     ranks: int = 1
 
+    def at(self, batch: int) -> Pricing:
+        """This pricing at another batch size; it shares the properties that are kept, which depend on no batch size."""
+        other = replace(self, batch=batch)
+        vars(other).update({**vars(self), "batch": batch})
+        return other
+
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
         """Names of the operations and values that depend on a graph input."""
@@ -167,21 +173,29 @@ def sums_over_samples(op: Op, pricing: Pricing, kind: OpKind, products: int) -> 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
     """Cost of every operation by name. Operations that differ in names alone are priced once."""
-    graph, fed, by_key = pricing.graph, pricing.batch_dependent, dict[tuple, OpCost]()
-    stored = {weight.name: weight.stored_dtype for weight in graph.weights}
+    by_number, numbers = dict[int, OpCost](), op_numbers(pricing)
     costs: dict[str, OpCost] = {}
-    for op in graph.ops:
+    for op in pricing.graph.ops:
+        number = numbers[op.name]
+        if number not in by_number:
+            by_number[number] = op_cost(op, pricing)
+        costs[op.name] = by_number[number]
+    return costs
+
+
+def op_numbers(pricing: Pricing) -> Mapping[str, int]:
+    """A number of every operation by name, equal for operations that differ in names alone."""
+    fed, wgrad, numbers = pricing.batch_dependent, pricing.fused_wgrad_weights, dict[tuple, int]()
+    stored = {weight.name: weight.stored_dtype for weight in pricing.graph.weights}
+    found: dict[str, int] = {}
+    for op in pricing.graph.ops:
         saved = pricing.saved_until[op.name]
-        sources = tuple(
-            (stored.get(name), name in fed, name in pricing.fused_wgrad_weights, name in saved) for name in op.reads
-        )
+        sources = tuple((stored.get(name), name in fed, name in wgrad, name in saved) for name in op.reads)
         outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
         # Equal operations share one OpStats object.
         key = (id(pricing.stats.ops[op.name]), op.name in fed, sources, outputs, pricing.stats.traffic.get(op.name))
-        if key not in by_key:
-            by_key[key] = op_cost(op, pricing)
-        costs[op.name] = by_key[key]
-    return costs
+        found[op.name] = numbers.setdefault(key, len(numbers))
+    return found
 
 
 def op_cost(op: Op, pricing: Pricing) -> OpCost:

@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.hardware import Link
-from autopar.solve.cuts.evaluate import load_sums, objective_seconds, one_way_seconds, own_peak_costs, peak_bytes
+from autopar.solve.cuts.evaluate import (
+    is_contiguous,
+    load_sums,
+    objective_seconds,
+    one_way_seconds,
+    own_peak_costs,
+    peak_bytes,
+)
 from autopar.solve.cuts.intervals import Intervals, Matrix, Sums, Vector, intervals_of
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
@@ -355,7 +362,20 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
 
 
 def _value(problem: CutProblem, cuts: tuple[int, ...]) -> float:
-    return objective_seconds(problem, own_peak_costs(problem, _stage_of(cuts, problem)))
+    """The objective at some cuts."""
+    stage_of, o = _stage_of(cuts, problem), objective_of(problem)
+    if problem.may_recompute or not is_contiguous(problem, stage_of):
+        return objective_seconds(problem, own_peak_costs(problem, stage_of))
+    ways, costs = stage_intervals(problem), intervals_of(problem)  # without the memory, which takes longest
+    begins, ends = np.array([*_pairs(cuts, problem)]).T
+    transfer = np.array([ways.transfer_seconds(s)[end] for s, end in enumerate(ends)])
+    stage = (load_sums(problem)[ends, begins] + o.transfer * transfer).tolist()
+    amounts = ("optimizer_seconds", "reduce_seconds", "gather_seconds")
+    update = sum(costs.weight_sums(amount)[ends, begins] for amount in amounts)
+    by_rank = np.reshape(update, (problem.chunks, problem.pp)).sum(axis=0)
+    return (
+        o.slowest * max(stage) + o.total * sum(stage) + o.traffic * float(transfer.sum()) + o.optimizer * by_rank.max()
+    )
 
 
 def _pairs(cuts: tuple[int, ...], problem: CutProblem) -> zip[tuple[int, int]]:
