@@ -70,9 +70,10 @@ def conversions(graph: StrategyGraph) -> Conversions:
     for wire in value_edges(graph):
         producer = KindLayouts(graph.groups[wire.producer].kind, wire.layouts)
         readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.layouts) for r in wire.consumers))
-        paid = found.setdefault((producer, readers), {})
-        for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
-            paid.setdefault((made, read), []).append(resharding_cost(graph, wire.value, made, read))
+        if (producer, readers) not in found:
+            found[producer, readers] = {pair: [] for reader in readers for pair in layout_pairs(producer, reader)}
+        for (made, read), costs in found[producer, readers].items():
+            costs.append(resharding_cost(graph, wire.value, made, read))
     return found
 
 

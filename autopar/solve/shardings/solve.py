@@ -10,7 +10,7 @@ import pulp
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SolverName, default_solver, run
 from autopar.solve.shardings.cost import ObjectiveWeights, sharding_cost
-from autopar.solve.shardings.program import sharding_program
+from autopar.solve.shardings.program import conversions, sharding_program
 from autopar.solve.shardings.variables import agrees
 
 # Prices of memory that `pareto` tries. At 1, halving the memory of the fastest sharding is worth half of its time.
@@ -118,7 +118,10 @@ def work_bound_seconds(graph: StrategyGraph) -> float:
 def proven_work_seconds(graph: StrategyGraph) -> float:
     """A lower bound of compute and conversions of one microbatch as the whole sharded graph is priced, under every
     sharding in which groups of one kind share their strategy."""
-    return _relaxed_seconds(graph, float("inf"))
+    least = with_least_prices(graph)
+    # Layouts and kinds are the same, so that the conversions are.
+    least.remember("conversions", lambda: graph.remember("conversions", lambda: conversions(graph)))
+    return _relaxed_seconds(least, float("inf"))
 
 
 def any_sharding_seconds(graph: StrategyGraph, microbatches: float) -> float:
@@ -129,13 +132,18 @@ def any_sharding_seconds(graph: StrategyGraph, microbatches: float) -> float:
     than passes · `any_sharding_seconds` (pp · passes): one of its pp ranks spends an even share or more once a step.
     """
     kinds = replace(graph, groups=tuple(replace(group, kind=kind) for kind, group in enumerate(graph.groups)))
-    return _relaxed_seconds(kinds, microbatches)
+    return _relaxed_seconds(with_least_prices(kinds), microbatches)
+
+
+def with_least_prices(graph: StrategyGraph) -> StrategyGraph:
+    """The graph with strategies that take no ``context_seconds``."""
+    groups = (replace(group, strategies=tuple(choice.least for choice in group.strategies)) for group in graph.groups)
+    return replace(graph, groups=tuple(groups))
 
 
 def _relaxed_seconds(graph: StrategyGraph, microbatches: float) -> float:
-    """The bound that the program's relaxation gives, where strategies take no ``context_seconds``."""
-    groups = (replace(group, strategies=tuple(choice.least for choice in group.strategies)) for group in graph.groups)
-    program = sharding_program(replace(graph, groups=tuple(groups)), ObjectiveWeights(microbatches))
+    """The bound that the program's relaxation gives."""
+    program = sharding_program(graph, ObjectiveWeights(microbatches))
     for x in program.strategy_vars.x.values():
         x.cat = pulp.LpContinuous
     return run(program.lp, default_solver(), 0.0, 10.0).bound * program.seconds
