@@ -40,7 +40,7 @@ Window = tuple[slice, slice]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Time of the intervals of a window on one stage; infinite where forbidden."""
+    """Time of the intervals of a window on one stage, infinite where forbidden; or of an interval on each stage."""
 
     stage_seconds: Matrix
     added_seconds: Matrix
@@ -107,6 +107,13 @@ class StageIntervals:
         forbidden = self._forbidden(stage, ends, begins)
         seconds[forbidden] = added[forbidden] = np.inf
         return StageTimes(seconds, added)
+
+    def of_cuts(self, cuts: tuple[int, ...]) -> StageTimes:
+        """Times of each stage under some cuts, as vectors."""
+        o, (begins, ends) = objective_of(self.problem), np.array([*_pairs(cuts, self.problem)]).T
+        transfer = np.array([self.transfer_seconds(s)[end] for s, end in enumerate(ends)])
+        seconds = load_sums(self.problem)[ends, begins] + o.transfer * transfer
+        return StageTimes(seconds, o.total * seconds + o.traffic * transfer)
 
     def transfer_seconds(self, stage: int) -> Vector:
         """Time of the messages at the end of a stage, by the cut where it ends."""
@@ -203,10 +210,16 @@ class FeasibleIntervals:
             fits |= more
         return StageTimes(np.where(fits, found.stage_seconds, np.inf), np.where(fits, found.added_seconds, np.inf))
 
-    def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
-        """Stage and added seconds of one interval."""
-        times = self.times(stage, (slice(j, j + 1), slice(i, i + 1)))
-        return float(times.stage_seconds[0, 0]), float(times.added_seconds[0, 0])
+    def of_cuts(self, cuts: tuple[int, ...]) -> StageTimes:
+        """Times of each stage under cuts that fit, as vectors."""
+        problem = self.plain.problem
+        if len(self.ways) == 1:
+            return self.plain.of_cuts(cuts)
+        windows = [(slice(j, j + 1), slice(i, i + 1)) for i, j in _pairs(cuts, problem)]
+        times = [self.times(s, window) for s, window in enumerate(windows)]
+        return StageTimes(
+            np.array([t.stage_seconds[0, 0] for t in times]), np.array([t.added_seconds[0, 0] for t in times])
+        )
 
     def windows(self, ceiling: float) -> list[Window]:
         """For each stage, a window of cuts that holds all intervals on paths whose stages take at most as long as a
@@ -296,7 +309,7 @@ def _cheapest_found(problem: CutProblem) -> tuple[int, ...] | None:
         return None
 
     def total(cuts: tuple[int, ...]) -> float:
-        return sum(found.at(s, j, i)[1] for s, (i, j) in enumerate(_pairs(cuts, problem)))
+        return sum(found.of_cuts(cuts).added_seconds.tolist())
 
     def added(ceiling: float) -> Callable[[int, Window], Matrix]:
         def of(s: int, window: Window) -> Matrix:
@@ -327,7 +340,7 @@ def _cheapest_found(problem: CutProblem) -> tuple[int, ...] | None:
 
 def slowest(found: FeasibleIntervals, cuts: tuple[int, ...]) -> float:
     """Seconds of the slowest stage under some cuts."""
-    return max(found.at(s, j, i)[0] for s, (i, j) in enumerate(_pairs(cuts, found.plain.problem)))
+    return float(found.of_cuts(cuts).stage_seconds.max())
 
 
 def _balanced(found: FeasibleIntervals) -> tuple[int, ...] | None:
@@ -366,16 +379,14 @@ def _value(problem: CutProblem, cuts: tuple[int, ...]) -> float:
     stage_of, o = _stage_of(cuts, problem), objective_of(problem)
     if problem.may_recompute or not is_contiguous(problem, stage_of):
         return objective_seconds(problem, own_peak_costs(problem, stage_of))
-    ways, costs = stage_intervals(problem), intervals_of(problem)  # without the memory, which takes longest
+    # Without the memory, which takes longest.
+    times, costs = stage_intervals(problem).of_cuts(cuts), intervals_of(problem)
     begins, ends = np.array([*_pairs(cuts, problem)]).T
-    transfer = np.array([ways.transfer_seconds(s)[end] for s, end in enumerate(ends)])
-    stage = (load_sums(problem)[ends, begins] + o.transfer * transfer).tolist()
     amounts = ("optimizer_seconds", "reduce_seconds", "gather_seconds")
     update = sum(costs.weight_sums(amount)[ends, begins] for amount in amounts)
     by_rank = np.reshape(update, (problem.chunks, problem.pp)).sum(axis=0)
-    return (
-        o.slowest * max(stage) + o.total * sum(stage) + o.traffic * float(transfer.sum()) + o.optimizer * by_rank.max()
-    )
+    added = sum(times.added_seconds.tolist())
+    return o.slowest * float(times.stage_seconds.max()) + added + o.optimizer * float(by_rank.max())
 
 
 def _pairs(cuts: tuple[int, ...], problem: CutProblem) -> zip[tuple[int, int]]:

@@ -235,7 +235,7 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
     ranks a third of it stays, with four all).
     """
     if problem.stages == 1:
-        known, key = problem.stage_costs, (0, 0, len(stage_of), *buffer_bytes(problem, stage_of))
+        known, key = problem.stage_costs, (0, 0, len(stage_of), buffer_bytes(problem, stage_of)[0])
         if key not in known:
             known[key] = assignment_costs(problem, stage_of)[0]
         return (known[key],)
