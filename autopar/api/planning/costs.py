@@ -81,9 +81,14 @@ class PlanCosts:
     def floor_seconds(self, tp: int, size: int) -> float:
         """Lower bound of one microbatch's time on all stages, second: evenly split operations and free collectives.
 
+        Once `bound_seconds` is known at other sizes, it is no less than these say: more samples take no less time, and
+        no more for each sample.
+
         Error: an estimate, not a bound, if operations were measured in another configuration.
         """
-        return self.unsharded_seconds(size) / tp
+        known = self.memoized(("bounds", tp), dict)
+        scaled = (seconds * min(1.0, size / samples) for samples, seconds in known.items() if samples % tp == size % tp)
+        return max(self.unsharded_seconds(size) / tp, *scaled, 0.0)
 
     def unsharded_seconds(self, size: int) -> float:
         """Seconds of one microbatch on one device."""
@@ -107,7 +112,10 @@ class PlanCosts:
         """Lower bound by the prices of single strategies, second; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
             return self.unsharded_seconds(size)
-        return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
+        known = self.memoized(("bounds", tp), dict)
+        if size not in known:
+            known[size] = work_bound_seconds(self.strategy_graph(tp, size))
+        return known[size]
 
     def proven_seconds(self, tp: int, size: int) -> float:
         """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
@@ -169,7 +177,8 @@ class PlanCosts:
 
     def pricing(self, tp: int, size: int) -> Pricing:
         """The unsharded graph, to be priced for ``tp`` ranks and a microbatch of ``size`` samples."""
-        return Pricing(self.graph, self.facts, self.hardware, size, tp)
+        first = self.memoized(("pricing", tp), Pricing, self.graph, self.facts, self.hardware, size, tp)
+        return first.at(size)
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding at level 0, then ever smaller and slower ones; None after the smallest."""

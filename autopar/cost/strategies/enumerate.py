@@ -7,7 +7,7 @@ matrices, tensor parallelism does not split the samples of a microbatch, because
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,6 @@ from autopar.cost.ops.op_cost import (
     Pricing,
     local_op_cost,
     op_costs,
-    op_numbers,
 )
 from autopar.cost.ops.op_stats import FusedTraffic
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
@@ -65,13 +64,15 @@ class GroupedModel:
 
     Args:
         groups: with a pricing at one of these sizes.
-        keys: `GroupContext.signature` of each group.
-        outlines: strategies of the first group of each signature.
+        keys: number of each group, equal for groups of one `GroupContext.signature`.
+        shapes: of each key, number of the part of its signature that is equal for groups of one kind.
+        outlines: of each key, the strategies of its first group.
     """
 
     groups: tuple[GroupContext, ...]
-    keys: tuple[tuple, ...]
-    outlines: Mapping[tuple, tuple[Outline, ...]]
+    keys: tuple[int, ...]
+    shapes: tuple[int, ...]
+    outlines: tuple[tuple[Outline, ...], ...]
 
 
 # Grouped models by whether samples may be split and the names of the operations of each group.
@@ -110,7 +111,7 @@ def strategy_graph(
     first = grouped.groups[0]
     least, context = first.least.at(pricing.batch), replace(first.context, factors=factors)
     prices, part_costs = first.pricing.at(pricing.batch), dict[tuple, OpCost]()
-    kinds: dict[tuple, EquivalentGroups] = {}
+    kinds: dict[int, EquivalentGroups] = {}
     numbers: dict[tuple, int] = {}
     strategies: list[StrategyGroup] = []
     for key, shared in zip(grouped.keys, grouped.groups):
@@ -118,7 +119,7 @@ def strategy_graph(
         if key not in kinds:
             group = replace(shared, context=context, pricing=prices, least=least, known=part_costs)
             found = group_strategies(group, grouped.outlines[key])
-            alike = (*key[:3], without_names(found, members))
+            alike = grouped.shapes[key], without_names(found, members)
             kinds[key] = EquivalentGroups(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
         renamed = tuple(rename(kind.strategies, kind.members, members))
@@ -141,20 +142,23 @@ def grouped_model(pricing: Pricing, groups: Sequence[OpGroup], batch_divides: bo
     book = RuleCache(graph, pricing.stats, pricing.ranks, ragged=not batch_divides)
     context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides)
     owned = owners(groups, pricing)
-    numbers = op_numbers(pricing)
     contexts = [
-        GroupContext(number, members, boundary, context, pricing, pricing, owned, numbers)
+        GroupContext(number, members, boundary, context, pricing, pricing, owned)
         for number, (members, boundary) in enumerate(zip(groups, group_boundaries(groups, graph)))
     ]
-    keys, equal = [group.signature() for group in contexts], defaultdict[tuple, list[GroupContext]](list)
+    signatures = [group.signature() for group in contexts]
+    numbers = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
+    keys = tuple(numbers[signature] for signature in signatures)
+    equal: list[list[GroupContext]] = [[] for _ in numbers]
     for key, group in zip(keys, contexts):
         equal[key].append(group)
-    least = least_pricing(pricing, [[group.members for group in own] for own in equal.values()])
-    least_numbers = op_numbers(least)
+    least = least_pricing(pricing, [[group.members for group in own] for own in equal])
+    shapes = {shape: number for number, shape in enumerate(dict.fromkeys(signature[:3] for signature in numbers))}
     return GroupedModel(
-        tuple(replace(group, least=least, least_numbers=least_numbers) for group in contexts),
-        tuple(keys),
-        {key: tuple(outlines(own[0])) for key, own in equal.items()},
+        tuple(replace(group, least=least) for group in contexts),
+        keys,
+        tuple(shapes[signature[:3]] for signature in numbers),
+        tuple(tuple(outlines(own[0])) for own in equal),
     )
 
 

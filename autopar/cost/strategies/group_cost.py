@@ -89,8 +89,7 @@ class GroupContext:
         pricing: of the unsharded graph.
         least: as ``pricing``, with the traffic that no strategy of another group saves.
         owners: groups that are charged for shared weights and storages.
-        numbers, least_numbers: of `op_numbers` under ``pricing`` and under ``least``.
-        known: costs of parts of operations, by number, layouts and whether they are split; shared by all groups.
+        known: costs of parts of operations, by number, layouts and whether they are split, which all groups share.
     """
 
     number: int
@@ -100,8 +99,6 @@ class GroupContext:
     pricing: Pricing
     least: Pricing
     owners: Owners
-    numbers: Mapping[str, int] = field(default_factory=dict)
-    least_numbers: Mapping[str, int] = field(default_factory=dict)
     known: dict[tuple, OpCost] = field(default_factory=dict)
 
     def signature(self) -> tuple:
@@ -232,18 +229,15 @@ class GroupCosting:
 
     def part_cost(self, op: Op, least: bool = False) -> OpCost:
         """Analytic cost of a rank's part of an operation, under the pricing or the least one."""
-        group, layouts = self.group, self.sharding.around(op)
+        pricing, layouts = self.group.least if least else self.group.pricing, self.sharding.around(op)
         names = (*op.reads, *(v.name for v in op.outputs))
-        number = (group.least_numbers if least else group.numbers)[op.name]
-        key = (least, number, bool(self.sharding.strategies[op.name].label), *map(layouts.__getitem__, names))
-        if key not in group.known:
-            group.known[key] = local_op_cost(
-                op,
-                group.least if least else group.pricing,
-                lambda name: self.local_bytes(name, layouts[name]),
-                self.parts(op),
+        split = bool(self.sharding.strategies[op.name].label)
+        key = (least, pricing.op_numbers[op.name], split, *map(layouts.__getitem__, names))
+        if key not in self.group.known:
+            self.group.known[key] = local_op_cost(
+                op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op)
             )
-        return group.known[key]
+        return self.group.known[key]
 
     def context_seconds(self, op: Op, cost: OpCost) -> float:
         """Part of an operation's seconds that is not sure under this strategy of its group.
