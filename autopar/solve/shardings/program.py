@@ -108,7 +108,7 @@ def strategy_costs(graph: StrategyGraph, variables: StrategyVars, prices: Object
 
 
 def constraints(graph: StrategyGraph, prices: ObjectiveWeights) -> Constraints:
-    """The constraints of a graph, made once. Whether a pair of layouts costs anything depends on whether memory does."""
+    """The constraints of a graph, made once. Whether a pair of layouts costs anything may depend on memory."""
     key = "constraints with memory" if prices.memory_price else "constraints"
     return graph.remember(key, lambda: _constraints(graph, edges(graph, prices)))
 
