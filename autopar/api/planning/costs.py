@@ -9,7 +9,7 @@ from itertools import islice
 from math import log2
 from typing import Any
 
-from autopar.cost.groups.cost_graph import price, with_weight_sharing
+from autopar.cost.groups.cost_graph import price_by, with_weight_sharing
 from autopar.cost.groups.recompute_segments import segment_starts
 from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.groups.segment_memory import with_segments
@@ -155,18 +155,18 @@ class PlanCosts:
 
     def unsharded_costs(self, size: int) -> CostGraph:
         """Costs of the unsharded model on one device."""
-        of = self.graph, self.facts, self.segments
         factors = self.factors_near(MeasuredConfig(1, size))
-        return self.memoized(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
+        key = ("whole", size)
+        return self.memoized(key, priced_with_segments, self.pricing(1, size), self.segments, factors=factors)
 
     def sharded_costs(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """Costs of the graph that each rank runs of a sharded model, without data parallelism."""
         sharing, groups = Sharing(tp, storage=sharded.storage), self.unsharded_costs(size).groups
         key = ("local", id(sharded), size)  # shardings are cached, so ids are not reused
-        of = sharded.graph, sharded.facts, sharded.segments
+        pricing = Pricing(sharded.graph, sharded.facts, self.hardware, size, tp)
         factors = self.factors_near(MeasuredConfig(tp, size, sorted_labels(sharded.strategies)))
         return self.memoized(
-            key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
+            key, priced_with_segments, pricing, sharded.segments, sharing=sharing, groups=groups, factors=factors
         )
 
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
@@ -278,8 +278,6 @@ def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tu
     return compiled_stats(graph, facts) if hardware.execution_mode.compiled else facts, segment_starts(graph, facts)
 
 
-def priced_with_segments(
-    graph: Graph, facts: GraphStats, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
-) -> CostGraph:
-    """As `price`, with the costs of stages that recompute their activations."""
-    return with_segments(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)
+def priced_with_segments(pricing: Pricing, starts: tuple[int, ...], **named: Any) -> CostGraph:
+    """As `price_by`, with the costs of stages that recompute their activations."""
+    return with_segments(price_by(pricing, **named), pricing, starts)
