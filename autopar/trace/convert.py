@@ -82,7 +82,7 @@ class Converter:
         nodes: list[fx.Node] = list(graph.nodes)
         last_use = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last_use |= {used: AFTER_THE_END for node in nodes if node.op == "output" for used in node.all_input_nodes}
-        alive = {node: use for node, use in last_use.items() if node in self.result}
+        alive = {n: use for n, use in last_use.items() if n in self.result and self.name_of(n) not in self.weights}
         outputs: Any = ()
         for i, node in enumerate(nodes):
             if node.op == "output":
@@ -93,8 +93,8 @@ class Converter:
                 self.result[node] = None  # sub-graphs of regions, and inputs that are constants
             for used in node.all_input_nodes:
                 if last_use[used] == i:
-                    del alive[used]
-            if node in last_use:
+                    alive.pop(used, None)
+            if node in last_use and node.op == "call_function":
                 alive[node] = last_use[node]
         return outputs
 
@@ -102,7 +102,7 @@ class Converter:
         """Convert one node; returns what its users read: a reference, a tuple of references, or None.
 
         Args:
-            alive: position of the last use of each node that was converted and is still used.
+            alive: position of the last use of each node that was converted and is still used, but for weights.
         """
         target = node.target
         if target is operator.getitem:
