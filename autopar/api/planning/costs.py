@@ -82,13 +82,14 @@ class PlanCosts:
         """Lower bound of one microbatch's time on all stages, second: evenly split operations and free collectives.
 
         Once `bound_seconds` is known at other sizes, it is no less than these say: more samples take no less time, and
-        no more for each sample.
+        no more for each sample. Ranks that divide the samples may split more than others, and measured times may
+        differ more, so that these say nothing.
 
         Error: an estimate, not a bound, if operations were measured in another configuration.
         """
-        known = self.memoized(("bounds", tp), dict)
-        scaled = (seconds * min(1.0, size / samples) for samples, seconds in known.items() if samples % tp == size % tp)
-        return max(self.unsharded_seconds(size) / tp, *scaled, 0.0)
+        known = {} if self.factors else self.memoized(("bounds", tp), dict)
+        alike = (samples for samples in known if (samples % tp == 0) == (size % tp == 0))
+        return max([self.unsharded_seconds(size) / tp, *(known[n] * min(1.0, size / n) for n in alike)])
 
     def unsharded_seconds(self, size: int) -> float:
         """Seconds of one microbatch on one device."""

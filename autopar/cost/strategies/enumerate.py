@@ -16,15 +16,7 @@ from autopar.cost.groups.cost_graph import LOSS
 from autopar.cost.groups.grouping import OpGroup, group_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
-from autopar.cost.ops.op_cost import (
-    NO_FACTORS,
-    UNMEASURED,
-    Factors,
-    OpCost,
-    Pricing,
-    local_op_cost,
-    op_costs,
-)
+from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, local_op_cost, op_costs
 from autopar.cost.ops.op_stats import FusedTraffic
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.candidate_splits import candidate_splits
@@ -99,14 +91,12 @@ def strategy_graph(
     graph = pricing.graph
     costs = op_costs(pricing)
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
-    members = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
+    groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     batch_divides = pricing.batch % pricing.ranks == 0 and graph.batch % pricing.ranks == 0
-    known, place = (
-        {} if known is None else known,
-        (batch_divides, tuple(tuple(op.name for op in own.ops) for own in members)),
-    )
+    known = {} if known is None else known
+    place = batch_divides, tuple(tuple(op.name for op in members.ops) for members in groups)
     if place not in known:
-        known[place] = grouped_model(pricing, members, batch_divides)
+        known[place] = grouped_model(pricing, groups, batch_divides)
     grouped = known[place]
     first = grouped.groups[0]
     least, context = first.least.at(pricing.batch), replace(first.context, factors=factors)
@@ -127,12 +117,9 @@ def strategy_graph(
             StrategyGroup(members.anchor.name, kind.number, boundary.reads, boundary.makes, boundary.weights, renamed)
         )
     strategies.append(loss_group(graph, len(numbers)))
-    made = [name for group in grouped.groups for name in group.boundary.makes]
-    value_bytes = {name: round(prices.num_bytes(name)) for name in made}
-    members = [group.members for group in grouped.groups]
-    return StrategyGraph(
-        tuple(strategies), value_bytes, resharding_costs(strategies, members, first.owners, prices, context)
-    )
+    value_bytes = {name: round(prices.num_bytes(name)) for group in grouped.groups for name in group.boundary.makes}
+    resharding = resharding_costs(strategies, groups, first.owners, prices, context)
+    return StrategyGraph(tuple(strategies), value_bytes, resharding)
 
 
 def grouped_model(pricing: Pricing, groups: Sequence[OpGroup], batch_divides: bool) -> GroupedModel:

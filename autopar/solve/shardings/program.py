@@ -90,11 +90,11 @@ def sharding_program(graph: StrategyGraph, prices: ObjectiveWeights) -> Sharding
     """The program that finds the cheapest choice for every kind; all programs of a graph share their variables."""
     priced, made = edges(graph, prices), constraints(graph, prices)
     unit = sum(prices.of(group.strategies[0]) for group in graph.groups) or 1.0
-    objective = strategy_costs(graph, made.strategy_vars, prices, unit)
+    resharding = Expr()
     for edge, amounts in zip(priced, made.reshardings):
         for pair, amount in amounts.items():
-            objective += edge.prices[pair] / unit * amount
-    made.lp.setObjective(objective)
+            resharding += edge.prices[pair] / unit * amount
+    made.lp.setObjective(strategy_costs(graph, made.strategy_vars, prices, unit) + resharding)
     return ShardingProgram(made.lp, made.strategy_vars, unit)
 
 
