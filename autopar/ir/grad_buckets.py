@@ -6,8 +6,10 @@ Every replica owns whole parameters, never parts: optimizers that need a paramet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 
 from autopar.ir.comm_sizes import round_up
 from autopar.ir.cost_graph import BUCKET_BYTES
@@ -95,31 +97,52 @@ def group_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int =
 def split_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[list[Weight]]:
     """Weights of one pair of dtypes, cut into groups."""
     element = DTYPE_BYTES[weights[0].stored_dtype]
-    largest = max(MAX_BUCKET_BYTES, 2 * num_owners * max(w.stored_bytes for w in weights))
-    groups: list[list[Weight]] = []
-    rest = list(weights)
-    while rest:
-        best, least, numel = 0, float("inf"), {}
-        for count, weight in enumerate(rest, start=1):
-            numel[weight.name] = padded_numel(weight.numel)
+    most = max(MAX_BUCKET_BYTES, 2 * num_owners * max(w.stored_bytes for w in weights))
+    numel = tuple(padded_numel(weight.numel) for weight in weights)
+    ends = list(accumulate(group_lengths(numel, num_owners, limit_bytes / element, most / element)))
+    return [list(weights[begin:end]) for begin, end in pairwise((0, *ends))]
+
+
+@lru_cache(maxsize=1024)
+def group_lengths(numel: tuple[int, ...], num_owners: int, limit: float, most: float) -> tuple[int, ...]:
+    """Number of weights in each group, as `group_weights` cuts them.
+
+    Args:
+        numel: elements of the weights in order.
+        limit, most: elements at which a group ends, and up to which it grows in search of balance.
+    """
+    lengths: list[int] = []
+    begin = 0
+    while begin < len(numel):
+        best, least, total, largest = 0, float("inf"), 0, 0
+        for end in range(begin + 1, len(numel) + 1):
+            total, largest = total + numel[end - 1], max(largest, numel[end - 1])
             if num_owners == 1:
-                if sum(numel.values()) * element > limit_bytes:
-                    best = max(count - 1, 1)
+                if total > limit:
+                    best = max(end - 1 - begin, 1)
                     break
                 continue
-            if sum(numel.values()) * element < limit_bytes:
+            if total < limit:
                 continue
-            loads = owner_loads(numel, assign_owners(numel, num_owners, {}), num_owners)
-            share = num_owners * max(loads) / sum(numel.values()) - 1  # of padding, with equal segments
-            if share < least:
-                best, least = count, share
-            if least <= TARGET_PADDING_SHARE or sum(numel.values()) * element > largest:
+            if num_owners * largest / total - 1 < least:  # else the longest segment, no shorter than this, is no better
+                share = num_owners * longest_segment(numel[begin:end], num_owners) / total - 1
+                if share < least:  # of padding, with equal segments
+                    best, least = end - begin, share
+            if least <= TARGET_PADDING_SHARE or total > most:
                 break
         else:
-            best = best if num_owners > 1 and least <= MAX_PADDING_SHARE else len(rest)
-        groups.append(rest[:best])
-        rest = rest[best:]
-    return groups
+            best = best if num_owners > 1 and least <= MAX_PADDING_SHARE else len(numel) - begin
+        lengths.append(best)
+        begin += best
+    return tuple(lengths)
+
+
+def longest_segment(numel: Iterable[int], num_owners: int) -> int:
+    """Elements of the owner with most, as `assign_owners` divides parameters of so many elements."""
+    loads = [0] * num_owners
+    for size in sorted(numel, reverse=True):
+        heapreplace(loads, loads[0] + size)
+    return max(loads)
 
 
 def bucket_sizes(weights: Sequence[Weight], num_owners: int) -> list[int]:
@@ -128,12 +151,12 @@ def bucket_sizes(weights: Sequence[Weight], num_owners: int) -> list[int]:
     Args:
         num_owners: replicas that divide the updates among them, or 1.
     """
-    sizes = []
-    for group in group_weights(weights, num_owners):
-        numel = {weight.name: padded_numel(weight.numel) for weight in group}
-        longest = max(owner_loads(numel, assign_owners(numel, num_owners, {}), num_owners))
-        sizes.append(longest * num_owners * DTYPE_BYTES[group[0].stored_dtype])
-    return sizes
+    return [
+        longest_segment((padded_numel(weight.numel) for weight in group), num_owners)
+        * num_owners
+        * DTYPE_BYTES[group[0].stored_dtype]
+        for group in group_weights(weights, num_owners)
+    ]
 
 
 def slot_bytes(sizes: Sequence[int]) -> int:

@@ -82,23 +82,33 @@ class Converter:
         nodes: list[fx.Node] = list(graph.nodes)
         last_use = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last_use |= {used: AFTER_THE_END for node in nodes if node.op == "output" for used in node.all_input_nodes}
+        alive = {n: use for n, use in last_use.items() if n in self.result and self.name_of(n) not in self.weights}
         outputs: Any = ()
         for i, node in enumerate(nodes):
             if node.op == "output":
                 outputs = self.resolve(node.args[0])
             elif node.op == "call_function":
-                self.result[node] = self.convert(node, last_use, i)
+                self.result[node] = self.convert(node, alive, i)
             elif node.op == "get_attr" or (node.op == "placeholder" and node not in self.result):
                 self.result[node] = None  # sub-graphs of regions, and inputs that are constants
+            for used in node.all_input_nodes:
+                if last_use[used] == i:
+                    alive.pop(used, None)
+            if node in last_use and node.op == "call_function":
+                alive[node] = last_use[node]
         return outputs
 
-    def convert(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
-        """Convert one node; returns what its users read: a reference, a tuple of references, or None."""
+    def convert(self, node: fx.Node, alive: dict[fx.Node, int], position: int) -> Any:
+        """Convert one node; returns what its users read: a reference, a tuple of references, or None.
+
+        Args:
+            alive: position of the last use of each node that was converted and is still used, but for weights.
+        """
         target = node.target
         if target is operator.getitem:
             return self.result[node.args[0]][node.args[1]]  # type: ignore[index]
         if isinstance(target, HigherOrderOperator):
-            return self.inline(node, last_use, position)
+            return self.inline(node, alive, position)
         if not isinstance(target, OpOverload):
             raise TraceError(
                 f"Cannot use {target} at {source_of(node)}: sizes that depend on tensor values, and operations outside "
@@ -114,9 +124,9 @@ class Converter:
         args = tuple(self.resolve(a) for a in node.args)
         if is_identity(target, args):
             return args[0]
-        return self.add(node, target, args, last_use, position)
+        return self.add(node, target, args, alive, position)
 
-    def inline(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
+    def inline(self, node: fx.Node, alive: dict[fx.Node, int], position: int) -> Any:
         """Convert the sub-graph of a no_grad or autocast region where it stands.
 
         Values that enter a no_grad region are detached. Values that it returns unchanged, or updated in place, are not.
@@ -134,7 +144,7 @@ class Converter:
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
         outside = self.read_outside, self.regions
         self.read_outside = self.read_outside | {
-            name for n, use in last_use.items() if use > position and (name := self.name_of(n))
+            name for n, use in alive.items() if use > position and (name := self.name_of(n))
         }
         if str(node.target) == "wrap_with_autocast":
             self.cast_weights = self.cast_weights if self.regions else {}
@@ -155,7 +165,7 @@ class Converter:
 
     # -- one operation -----------------------------------------------------------------------------------------
 
-    def add(self, node: fx.Node, target: OpOverload, args: tuple, last_use: dict[fx.Node, int], position: int) -> Any:
+    def add(self, node: fx.Node, target: OpOverload, args: tuple, alive: dict[fx.Node, int], position: int) -> Any:
         """Record an operation; in place only if another name of the memory that it writes is read later."""
         kwargs = tuple((k, self.resolve(v)) for k, v in node.kwargs.items())
         if any(region.enabled for region in self.regions):
@@ -165,7 +175,7 @@ class Converter:
         if not written:
             return self.record(node, target, args, kwargs, node.meta.get("val"))
         functional = out_of_place(target)
-        if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], last_use, position):
+        if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], alive, position):
             result = self.functional(node, target, functional, args, kwargs)
             self.latest[written[0]] = result.name
             return result
@@ -246,13 +256,13 @@ class Converter:
         self.values |= {value.name: value for value in outputs}
         self.updated_until |= dict.fromkeys(updated, len(self.ops) - 1)
 
-    def read_elsewhere(self, written: str, last_use: dict[fx.Node, int], position: int) -> bool:
+    def read_elsewhere(self, written: str, alive: dict[fx.Node, int], position: int) -> bool:
         """Whether the memory of ``written`` is a weight's, or is read later under another name."""
         root = self.root_of(written)
         others = ({root} | self.aliases[root]) - {written}
         if root in self.weights or others & self.read_outside or written in self.undetached:
             return True
-        return any(use > position and self.name_of(n) in others for n, use in last_use.items())
+        return any(use > position and self.name_of(n) in others for n, use in alive.items())
 
     # -- names -------------------------------------------------------------------------------------------------
 

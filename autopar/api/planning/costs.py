@@ -9,7 +9,7 @@ from itertools import islice
 from math import log2
 from typing import Any
 
-from autopar.cost.groups.cost_graph import price, with_weight_sharing
+from autopar.cost.groups.cost_graph import price_by, with_weight_sharing
 from autopar.cost.groups.recompute_segments import segment_starts
 from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.groups.segment_memory import with_segments
@@ -81,9 +81,15 @@ class PlanCosts:
     def floor_seconds(self, tp: int, size: int) -> float:
         """Lower bound of one microbatch's time on all stages, second: evenly split operations and free collectives.
 
+        Once `bound_seconds` is known at other sizes, it is no less than these say: more samples take no less time, and
+        no more for each sample. Ranks that divide the samples may split more than others, and measured times may
+        differ more, so that these say nothing.
+
         Error: an estimate, not a bound, if operations were measured in another configuration.
         """
-        return self.unsharded_seconds(size) / tp
+        known = {} if self.factors else self.memoized(("bounds", tp), dict)
+        alike = (samples for samples in known if (samples % tp == 0) == (size % tp == 0))
+        return max([self.unsharded_seconds(size) / tp, *(known[n] * min(1.0, size / n) for n in alike)])
 
     def unsharded_seconds(self, size: int) -> float:
         """Seconds of one microbatch on one device."""
@@ -107,7 +113,10 @@ class PlanCosts:
         """Lower bound by the prices of single strategies, second; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
             return self.unsharded_seconds(size)
-        return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
+        known = self.memoized(("bounds", tp), dict)
+        if size not in known:
+            known[size] = work_bound_seconds(self.strategy_graph(tp, size))
+        return known[size]
 
     def proven_seconds(self, tp: int, size: int) -> float:
         """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
@@ -147,28 +156,30 @@ class PlanCosts:
 
     def unsharded_costs(self, size: int) -> CostGraph:
         """Costs of the unsharded model on one device."""
-        of = self.graph, self.facts, self.segments
         factors = self.factors_near(MeasuredConfig(1, size))
-        return self.memoized(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
+        key = ("whole", size)
+        return self.memoized(key, priced_with_segments, self.pricing(1, size), self.segments, factors=factors)
 
     def sharded_costs(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """Costs of the graph that each rank runs of a sharded model, without data parallelism."""
         sharing, groups = Sharing(tp, storage=sharded.storage), self.unsharded_costs(size).groups
         key = ("local", id(sharded), size)  # shardings are cached, so ids are not reused
-        of = sharded.graph, sharded.facts, sharded.segments
+        pricing = Pricing(sharded.graph, sharded.facts, self.hardware, size, tp)
         factors = self.factors_near(MeasuredConfig(tp, size, sorted_labels(sharded.strategies)))
         return self.memoized(
-            key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
+            key, priced_with_segments, pricing, sharded.segments, sharing=sharing, groups=groups, factors=factors
         )
 
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         """Strategies of every group over ``tp`` ranks, with their costs."""
         factors = self.factors_near(MeasuredConfig(tp, size))
-        return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors)
+        grouped = self.memoized(("grouped", tp), dict)  # what all sizes share
+        return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors, grouped)
 
     def pricing(self, tp: int, size: int) -> Pricing:
         """The unsharded graph, to be priced for ``tp`` ranks and a microbatch of ``size`` samples."""
-        return Pricing(self.graph, self.facts, self.hardware, size, tp)
+        first = self.memoized(("pricing", tp), Pricing, self.graph, self.facts, self.hardware, size, tp)
+        return first.at(size)
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding at level 0, then ever smaller and slower ones; None after the smallest."""
@@ -268,8 +279,6 @@ def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tu
     return compiled_stats(graph, facts) if hardware.execution_mode.compiled else facts, segment_starts(graph, facts)
 
 
-def priced_with_segments(
-    graph: Graph, facts: GraphStats, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
-) -> CostGraph:
-    """As `price`, with the costs of stages that recompute their activations."""
-    return with_segments(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)
+def priced_with_segments(pricing: Pricing, starts: tuple[int, ...], **named: Any) -> CostGraph:
+    """As `price_by`, with the costs of stages that recompute their activations."""
+    return with_segments(price_by(pricing, **named), pricing, starts)

@@ -46,8 +46,17 @@ def price(
         for most timm families. Of the models compared, an LSTM (Sequencer) keeps 2.5 times as much. TResNet keeps 16 %
         less: its in-place activation is traced as one that is not in place. GPU kernels may add workspaces.
     """
-    pricing = Pricing(graph, stats, hardware, batch, sharing.tp)
-    costs = op_costs(pricing)
+    return price_by(Pricing(graph, stats, hardware, batch, sharing.tp), sharing, groups, factors)
+
+
+def price_by(
+    pricing: Pricing,
+    sharing: Sharing = UNSHARDED,
+    groups: tuple[Group, ...] | None = None,
+    factors: Factors = NO_FACTORS,
+) -> CostGraph:
+    """As `price`, by a pricing, which may share what depends on no batch size with others (`Pricing.at`)."""
+    graph, hardware, costs = pricing.graph, pricing.hardware, op_costs(pricing)
     if groups is None:
         seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
         members = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
@@ -63,7 +72,7 @@ def price(
     sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.colocated)
     return CostGraph(
         model=graph.model,
-        batch=batch,
+        batch=pricing.batch,
         groups=(*priced, Group(LOSS, (), "")),
         edges=tuple(tensor_edges(pricing, group_of, saving_groups(pricing, group_of), loss=len(priced))),
         weights=tuple(weight_costs(pricing, group_of, sharing)),

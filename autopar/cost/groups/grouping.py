@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,8 +53,11 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
         for member in (op, *pulled):
             assigned[member.name] = number
             waiting.pop(member.name, None)
+    of_module = defaultdict[str, list[Op]](list)
+    for op in traced_ops(graph) if waiting else ():
+        of_module[op.module].append(op)
     for op in waiting.values():
-        assigned[op.name] = group_of_unread(op, graph, assigned)
+        assigned[op.name] = group_of_unread(op, graph, of_module[op.module], assigned, max(0, len(anchors) - 1))
     return tuple(
         OpGroup(anchors[i] if anchors else ops[0], tuple(ops))
         for i, ops in sorted(ops_by_group(graph, assigned).items())
@@ -131,10 +135,11 @@ def waiting_sources(op: Op, graph: Graph, waiting: Mapping[str, Op]) -> Iterator
                 yield source
 
 
-def group_of_unread(op: Op, graph: Graph, assigned: Mapping[str, int]) -> int:
-    """Group of an operation that no group reads, such as a counter's update: its module's group, else the last."""
-    last = max(assigned.values(), default=0)
-    of_module = next(
-        (assigned[o.name] for o in traced_ops(graph) if o.module == op.module and o.name in assigned), last
-    )
-    return max([of_module, *(assigned[p.name] for p in producers(op, graph))])
+def group_of_unread(op: Op, graph: Graph, of_module: Sequence[Op], assigned: Mapping[str, int], last: int) -> int:
+    """Group of an operation that no group reads, such as a counter's update: its module's group, else the last.
+
+    Args:
+        of_module: the operations of its module in execution order.
+    """
+    number = next((assigned[o.name] for o in of_module if o.name in assigned), last)
+    return max([number, *(assigned[p.name] for p in producers(op, graph))])

@@ -10,16 +10,12 @@ import numpy as np
 
 from autopar.cost.groups.recompute_segments import lifetimes
 from autopar.cost.ops.op_cost import Pricing
-from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.activation import NO_SEGMENT, Activation, Keeper
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph
-from autopar.ir.hardware import Hardware
 
 
-def with_segments(
-    cost: CostGraph, graph: Graph, stats: GraphStats, starts: Sequence[int], hardware: Hardware
-) -> CostGraph:
+def with_segments(cost: CostGraph, pricing: Pricing, starts: Sequence[int]) -> CostGraph:
     """The cost graph with the segments of each group, and with activations for any segments that recompute.
 
     A segment that recomputes keeps the tensors that enter it. Such a tensor counts for the first operation that reads
@@ -27,10 +23,11 @@ def with_segments(
     by its segment's operations up to the group's last one, since later operations free theirs first.
 
     Args:
+        pricing: that the cost graph was made by.
         starts: indices of the operations that begin segments.
     Error: a group with operations in several segments runs again where its anchor does.
     """
-    pricing = Pricing(graph, stats, hardware, cost.batch)
+    graph = pricing.graph
     segment = [int(before) - 1 for before in np.searchsorted(starts, range(len(graph.ops)), side="right")]
     group_of = {name: number for number, group in enumerate(cost.groups) for name in group.ops}
     keepers = [Keeper(group_of[op.name], segment[i]) for i, op in enumerate(graph.ops)]

@@ -92,6 +92,12 @@ class Pricing:
     batch: int
     ranks: int = 1
 
+    def at(self, batch: int) -> Pricing:
+        """This pricing at another batch size; it shares the properties that are kept, which depend on no batch size."""
+        other = replace(self, batch=batch)
+        vars(other).update({**vars(self), "op_numbers": self.op_numbers, "batch": batch})
+        return other
+
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
         """Names of the operations and values that depend on a graph input."""
@@ -125,6 +131,21 @@ class Pricing:
             saved.update(self.storage.get(name, name) for name in self.stats.ops[op.name].saved_names(op))
             around = (*op.reads, *(v.name for v in op.outputs))
             found[op.name] = frozenset(name for name in around if self.storage.get(name, name) in saved)
+        return found
+
+    @cached_property
+    def op_numbers(self) -> Mapping[str, int]:
+        """A number of every operation, equal for operations that differ in names alone."""
+        fed, wgrad, numbers = self.batch_dependent, self.fused_wgrad_weights, dict[tuple, int]()
+        stored = {weight.name: weight.stored_dtype for weight in self.graph.weights}
+        found: dict[str, int] = {}
+        for op in self.graph.ops:
+            saved = self.saved_until[op.name]
+            sources = tuple((stored.get(name), name in fed, name in wgrad, name in saved) for name in op.reads)
+            outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
+            # Equal operations share one OpStats object.
+            key = (id(self.stats.ops[op.name]), op.name in fed, sources, outputs, self.stats.traffic.get(op.name))
+            found[op.name] = numbers.setdefault(key, len(numbers))
         return found
 
 
@@ -167,20 +188,13 @@ def sums_over_samples(op: Op, pricing: Pricing, kind: OpKind, products: int) -> 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
     """Cost of every operation by name. Operations that differ in names alone are priced once."""
-    graph, fed, by_key = pricing.graph, pricing.batch_dependent, dict[tuple, OpCost]()
-    stored = {weight.name: weight.stored_dtype for weight in graph.weights}
+    by_number = dict[int, OpCost]()
     costs: dict[str, OpCost] = {}
-    for op in graph.ops:
-        saved = pricing.saved_until[op.name]
-        sources = tuple(
-            (stored.get(name), name in fed, name in pricing.fused_wgrad_weights, name in saved) for name in op.reads
-        )
-        outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
-        # Equal operations share one OpStats object.
-        key = (id(pricing.stats.ops[op.name]), op.name in fed, sources, outputs, pricing.stats.traffic.get(op.name))
-        if key not in by_key:
-            by_key[key] = op_cost(op, pricing)
-        costs[op.name] = by_key[key]
+    for op in pricing.graph.ops:
+        number = pricing.op_numbers[op.name]
+        if number not in by_number:
+            by_number[number] = op_cost(op, pricing)
+        costs[op.name] = by_number[number]
     return costs
 
 

@@ -7,7 +7,7 @@ matrices, tensor parallelism does not split the samples of a microbatch, because
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +16,11 @@ from autopar.cost.groups.cost_graph import LOSS
 from autopar.cost.groups.grouping import OpGroup, group_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
-from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, local_op_cost, op_costs
+from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, local_op_cost, op_costs
 from autopar.cost.ops.op_stats import FusedTraffic
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.candidate_splits import candidate_splits
-from autopar.cost.strategies.group_cost import GroupContext, GroupCosting, Owners, owners, saved_by
+from autopar.cost.strategies.group_cost import GroupContext, GroupCosting, Outline, Owners, owners, saved_by
 from autopar.cost.strategies.propagate import (
     GroupBoundary,
     PropagationContext,
@@ -50,7 +50,30 @@ class EquivalentGroups:
     strategies: tuple[ShardingStrategy, ...]
 
 
-def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyGraph:
+@dataclass(frozen=True)
+class GroupedModel:
+    """What the strategy graphs of a model have in common at batch sizes with the same groups.
+
+    Args:
+        groups: with a pricing at one of these sizes.
+        keys: number of each group, equal for groups of one `GroupContext.signature`.
+        shapes: of each key, number of the part of its signature that is equal for groups of one kind.
+        outlines: of each key, the strategies of its first group.
+    """
+
+    groups: tuple[GroupContext, ...]
+    keys: tuple[int, ...]
+    shapes: tuple[int, ...]
+    outlines: tuple[tuple[Outline, ...], ...]
+
+
+# Grouped models by whether samples may be split and the names of the operations of each group.
+GroupedModels = dict[tuple[bool, tuple[tuple[str, ...], ...]], GroupedModel]
+
+
+def strategy_graph(
+    pricing: Pricing, factors: Factors = NO_FACTORS, known: GroupedModels | None = None
+) -> StrategyGraph:
     """Sharding strategies of every group of an unsharded training graph on the ranks of a tensor-parallel axis.
 
     The groups are the same as `price` makes. A strategy splits the group's anchor, and the other operations follow it.
@@ -60,6 +83,7 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
     Args:
         pricing: of the unsharded graph, on at least 2 ranks.
         factors: as in `price`; equivalent groups get the factors of the first of them.
+        known: what other batch sizes of this graph on as many ranks left, and what this one leaves.
     Raises:
         HardwareError: the machine has no peak for a dtype that the model computes in.
     Error: compared with `price` of the local graph of a sharding; see `autopar.cost.strategies.group_cost`.
@@ -69,27 +93,23 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     batch_divides = pricing.batch % pricing.ranks == 0 and graph.batch % pricing.ranks == 0
-    # Where the ranks divide the samples, regions between products split these: as good as tokens, and never ragged.
-    book = RuleCache(graph, pricing.stats, pricing.ranks, ragged=not batch_divides)
-    context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides, factors)
-    owned = owners(groups, pricing)
-    boundaries = group_boundaries(groups, graph)
-    contexts = [
-        GroupContext(number, members, boundary, context, pricing, pricing, owned)
-        for number, (members, boundary) in enumerate(zip(groups, boundaries))
-    ]
-    keys, equal = [group.signature() for group in contexts], defaultdict[tuple, list[OpGroup]](list)
-    for key, members in zip(keys, groups):
-        equal[key].append(members)
-    least = least_pricing(pricing, equal.values())
-    kinds: dict[tuple, EquivalentGroups] = {}
+    known = {} if known is None else known
+    place = batch_divides, tuple(tuple(op.name for op in members.ops) for members in groups)
+    if place not in known:
+        known[place] = grouped_model(pricing, groups, batch_divides)
+    grouped = known[place]
+    first = grouped.groups[0]
+    least, context = first.least.at(pricing.batch), replace(first.context, factors=factors)
+    prices, part_costs = first.pricing.at(pricing.batch), dict[tuple, OpCost]()
+    kinds: dict[int, EquivalentGroups] = {}
     numbers: dict[tuple, int] = {}
     strategies: list[StrategyGroup] = []
-    for key, group in zip(keys, contexts):
-        members, boundary = group.members, group.boundary
+    for key, shared in zip(grouped.keys, grouped.groups):
+        members, boundary = shared.members, shared.boundary
         if key not in kinds:
-            found = group_strategies(replace(group, least=least))
-            alike = (*key[:3], without_names(found, members))
+            group = replace(shared, context=context, pricing=prices, least=least, known=part_costs)
+            found = group_strategies(group, grouped.outlines[key])
+            alike = grouped.shapes[key], without_names(found, members)
             kinds[key] = EquivalentGroups(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
         renamed = tuple(rename(kind.strategies, kind.members, members))
@@ -97,8 +117,36 @@ def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyG
             StrategyGroup(members.anchor.name, kind.number, boundary.reads, boundary.makes, boundary.weights, renamed)
         )
     strategies.append(loss_group(graph, len(numbers)))
-    value_bytes = {name: round(pricing.num_bytes(name)) for boundary in boundaries for name in boundary.makes}
-    return StrategyGraph(tuple(strategies), value_bytes, resharding_costs(strategies, groups, owned, pricing, context))
+    value_bytes = {name: round(prices.num_bytes(name)) for group in grouped.groups for name in group.boundary.makes}
+    resharding = resharding_costs(strategies, groups, first.owners, prices, context)
+    return StrategyGraph(tuple(strategies), value_bytes, resharding)
+
+
+def grouped_model(pricing: Pricing, groups: Sequence[OpGroup], batch_divides: bool) -> GroupedModel:
+    """What strategy graphs share, from the groups at one batch size."""
+    graph = pricing.graph
+    # Where the ranks divide the samples, regions between products split these: as good as tokens, and never ragged.
+    book = RuleCache(graph, pricing.stats, pricing.ranks, ragged=not batch_divides)
+    context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides)
+    owned = owners(groups, pricing)
+    contexts = [
+        GroupContext(number, members, boundary, context, pricing, pricing, owned)
+        for number, (members, boundary) in enumerate(zip(groups, group_boundaries(groups, graph)))
+    ]
+    signatures = [group.signature() for group in contexts]
+    numbers = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
+    keys = tuple(numbers[signature] for signature in signatures)
+    equal: list[list[GroupContext]] = [[] for _ in numbers]
+    for key, group in zip(keys, contexts):
+        equal[key].append(group)
+    least = least_pricing(pricing, [[group.members for group in own] for own in equal])
+    shapes = {shape: number for number, shape in enumerate(dict.fromkeys(signature[:3] for signature in numbers))}
+    return GroupedModel(
+        tuple(replace(group, least=least) for group in contexts),
+        keys,
+        tuple(shapes[signature[:3]] for signature in numbers),
+        tuple(tuple(outlines(own[0])) for own in equal),
+    )
 
 
 def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
@@ -287,15 +335,19 @@ def sole_reader_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str
 # -- strategies of one group ---------------------------------------------------------------------------------------
 
 
-def group_strategies(group: GroupContext) -> tuple[ShardingStrategy, ...]:
-    """Strategies of a group, the replicated one first, then by seconds, without dominated ones."""
+def outlines(group: GroupContext) -> Iterator[Outline]:
+    """Strategies of a group before they are priced, the replicated one first."""
     members, context = group.members, group.context
-    found: list[ShardingStrategy] = []
     for strategy in anchor_strategies(members, context):
         for target in reduction_targets(members, strategy, context):
             sharding = propagate_anchor(members, strategy, target, context)
             if keeps_state(members, sharding, context.book):
-                found.extend(GroupCosting(group, sharding).strategies())
+                yield from GroupCosting(group, sharding).outlines()
+
+
+def group_strategies(group: GroupContext, outlines: Iterable[Outline]) -> tuple[ShardingStrategy, ...]:
+    """Strategies of a group, the replicated one first, then by seconds, without dominated ones."""
+    found = [GroupCosting(group, outline.sharding).strategy(outline) for outline in outlines]
     kept = [c for i, c in enumerate(found) if i == 0 or not any(dominates(o, c, j < i) for j, o in enumerate(found))]
     return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MAX_STRATEGIES - 1])
 

@@ -12,14 +12,14 @@ or precedes the group that does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
 from autopar.cost.ops.kernel_shapes import TILE_ROWS, product_slowdown
-from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, local_op_cost
+from autopar.cost.ops.op_cost import OpCost, Pricing, local_op_cost
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
@@ -89,6 +89,7 @@ class GroupContext:
         pricing: of the unsharded graph.
         least: as ``pricing``, with the traffic that no strategy of another group saves.
         owners: groups that are charged for shared weights and storages.
+        known: costs of parts of operations, by number, layouts and whether they are split, which all groups share.
     """
 
     number: int
@@ -98,6 +99,7 @@ class GroupContext:
     pricing: Pricing
     least: Pricing
     owners: Owners
+    known: dict[tuple, OpCost] = field(default_factory=dict)
 
     def signature(self) -> tuple:
         """A key that is equal for groups with the same strategies: names are replaced by where the values come from."""
@@ -128,6 +130,18 @@ class GroupContext:
 
 
 @dataclass(frozen=True)
+class Outline:
+    """A strategy of a group without what depends on the batch size: seconds and saved bytes are 0.
+
+    ``stored`` are the layouts in which the weights are stored.
+    """
+
+    sharding: GroupSharding
+    stored: Mapping[str, Layout]
+    strategy: ShardingStrategy
+
+
+@dataclass(frozen=True)
 class GroupCosting:
     """The cost of one sharding of one group."""
 
@@ -138,7 +152,7 @@ class GroupCosting:
     def ranks(self) -> int:
         return self.group.context.book.ranks
 
-    def strategies(self) -> Iterator[ShardingStrategy]:
+    def outlines(self) -> Iterator[Outline]:
         """The sharding as a strategy; as two, if it splits a weight that other groups read too.
 
         The second one stores such weights replicated, so that groups can agree on a layout.
@@ -150,28 +164,38 @@ class GroupCosting:
             name: REPLICATED if name in self.group.owners.shared else layout for name, layout in split.items()
         }
         for stored in (split,) if replicated == split else (split, replicated):
-            yield self.strategy(stored)
+            yield self.outline(stored)
 
-    def strategy(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
+    def outline(self, stored: Mapping[str, Layout]) -> Outline:
         """The strategy that stores the weights in these layouts."""
-        costs = [self.op_cost(op) for op in self.group.members.ops]
-        inside = sum_costs(self.reshardings(stored))
         weight_costs = [
             self.weight_cost(name, stored[name]) for name in self.group.boundary.weights if self.pays_for(name)
         ]
-        return ShardingStrategy(
+        strategy = ShardingStrategy(
             name=self.name,
             labels=tuple(self.labels()),
-            forward_seconds=sum(c.forward_seconds for c in costs) + inside.forward_seconds,
-            backward_seconds=sum(c.backward_seconds for c in costs) + inside.backward_seconds,
+            forward_seconds=0.0,
+            backward_seconds=0.0,
             step_seconds=sum(h.optimizer_seconds for h in weight_costs),
-            saved_bytes=self.saved_bytes(),
+            saved_bytes=0,
             weight_bytes=sum(h.num_bytes for h in weight_costs),
             input_layouts=tuple(map(self.sharding.input_layout, self.group.boundary.reads)),
             output_layouts=tuple(
                 self.sharding.output_layout(name, self.group.members.anchor) for name in self.group.boundary.makes
             ),
             weight_layouts=tuple(stored[name] for name in self.group.boundary.weights),
+        )
+        return Outline(self.sharding, stored, strategy)
+
+    def strategy(self, outline: Outline) -> ShardingStrategy:
+        """The priced strategy."""
+        costs = [self.op_cost(op) for op in self.group.members.ops]
+        inside = sum_costs(self.reshardings(outline.stored))
+        return replace(
+            outline.strategy,
+            forward_seconds=sum(c.forward_seconds for c in costs) + inside.forward_seconds,
+            backward_seconds=sum(c.backward_seconds for c in costs) + inside.backward_seconds,
+            saved_bytes=self.saved_bytes(),
             context_seconds=sum(map(self.context_seconds, self.group.members.ops, costs)),
         )
 
@@ -200,19 +224,27 @@ class GroupCosting:
 
     def op_cost(self, op: Op) -> OpCost:
         """Cost of a rank's part of an operation, scaled by its measured factor."""
-        return self.part_cost(op, self.group.pricing).scaled_by(self.group.context.factors.get(op.name, UNMEASURED))
+        cost, factor = self.part_cost(op), self.group.context.factors.get(op.name)
+        return cost if factor is None else cost.scaled_by(factor)
 
-    def part_cost(self, op: Op, pricing: Pricing) -> OpCost:
-        """Analytic cost of a rank's part of an operation."""
-        layouts = self.sharding.around(op)
-        return local_op_cost(op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+    def part_cost(self, op: Op, least: bool = False) -> OpCost:
+        """Analytic cost of a rank's part of an operation, under the pricing or the least one."""
+        pricing, layouts = self.group.least if least else self.group.pricing, self.sharding.around(op)
+        names = (*op.reads, *(v.name for v in op.outputs))
+        split = bool(self.sharding.strategies[op.name].label)
+        key = (least, pricing.op_numbers[op.name], split, *map(layouts.__getitem__, names))
+        if key not in self.group.known:
+            self.group.known[key] = local_op_cost(
+                op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op)
+            )
+        return self.group.known[key]
 
     def context_seconds(self, op: Op, cost: OpCost) -> float:
         """Part of an operation's seconds that is not sure under this strategy of its group.
 
         Parts of a ragged split, and of fewer rows than a tile, may be aligned better than the whole product.
         """
-        least, slowdown = self.part_cost(op, self.group.least), 1.0
+        least, slowdown = self.part_cost(op, least=True), 1.0
         if self.sharding.strategies[op.name].label and op.outputs:
             rows = prod(op.outputs[0].shape[:-1]) / self.ranks
             if rows < TILE_ROWS or self.parts(op) != self.ranks:

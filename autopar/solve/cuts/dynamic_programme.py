@@ -10,8 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.hardware import Link
-from autopar.solve.cuts.evaluate import load_sums, objective_seconds, one_way_seconds, own_peak_costs, peak_bytes
-from autopar.solve.cuts.intervals import Intervals, Matrix, interval_sums, intervals_of
+from autopar.solve.cuts.evaluate import (
+    is_contiguous,
+    load_sums,
+    objective_seconds,
+    one_way_seconds,
+    own_peak_costs,
+    peak_bytes,
+)
+from autopar.solve.cuts.intervals import Intervals, Matrix, Sums, Vector, intervals_of
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 
 # Points of the frontier between slowest stage and total time that are looked at, and their stages together: with few
@@ -33,27 +40,34 @@ Window = tuple[slice, slice]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Time of every interval on one stage; infinite where forbidden."""
+    """Time of the intervals of a window on one stage, infinite where forbidden; or of an interval on each stage."""
 
     stage_seconds: Matrix
     added_seconds: Matrix
 
-    def at(self, window: Window) -> StageTimes:
-        """Times of the intervals of a window."""
-        return StageTimes(self.stage_seconds[window], self.added_seconds[window])
+
+@dataclass(frozen=True)
+class Reach:
+    """The first and last end of an allowed interval from each cut, and its first and last begin to each cut. First of
+    none: the number of cuts, last: −1."""
+
+    first_end: NDArray[np.int64]
+    last_end: NDArray[np.int64]
+    first_begin: NDArray[np.int64]
+    last_begin: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class StageIntervals:
     """Every interval of the groups as each stage of a problem: element [j, i] is about the groups i … j − 1.
 
-    The best way to reach j is sought along a row, which takes half as long as along a column. What all stages share is
-    kept, and the rest made of a window of cuts: with 400 groups and 256 stages all matrices together would take 1 GiB.
+    The best way to reach j is sought along a row, which takes half as long as along a column. Bytes that all stages
+    share are kept, and the rest made of a window of cuts: with 400 groups and 256 stages all matrices together would
+    take 1 GiB.
     """
 
     problem: CutProblem
     costs: Intervals
-    _times: dict[tuple[Link | None, int], StageTimes]
 
     @cached_property
     def held_bytes(self) -> Matrix:
@@ -84,42 +98,80 @@ class StageIntervals:
         held = self.problem.in_flight[stage] * self.held_bytes[window] + self.costs.working.floor[window]
         return held + self.standing_bytes[window] + self.problem.fixed_bytes(stage)
 
-    def times(self, stage: int) -> StageTimes:
-        """Times of every interval on a stage."""
-        # Pins differ from stage to stage; transfer times depend on the link alone.
+    def times(self, stage: int, window: Window) -> StageTimes:
+        """Times of the intervals of a window on a stage."""
+        o, (ends, begins) = objective_of(self.problem), window
+        transfer = self.transfer_seconds(stage)[ends, None]
+        seconds = load_sums(self.problem).within(window) + o.transfer * transfer
+        added = o.total * seconds + o.traffic * transfer
+        forbidden = self._forbidden(stage, ends, begins)
+        seconds[forbidden] = added[forbidden] = np.inf
+        return StageTimes(seconds, added)
+
+    def of_cuts(self, cuts: tuple[int, ...]) -> StageTimes:
+        """Times of each stage under some cuts, as vectors."""
+        o, (begins, ends) = objective_of(self.problem), np.array([*_pairs(cuts, self.problem)]).T
+        transfer = np.array([self.transfer_seconds(s)[end] for s, end in enumerate(ends)])
+        seconds = load_sums(self.problem)[ends, begins] + o.transfer * transfer
+        return StageTimes(seconds, o.total * seconds + o.traffic * transfer)
+
+    def transfer_seconds(self, stage: int) -> Vector:
+        """Time of the messages at the end of a stage, by the cut where it ends."""
         link = None if self.is_last(stage) else self.problem.boundary[stage]
-        if not self.problem.pins:
-            key = ("times", self.problem.balance, link)
-            return self.problem.cost.remember(key, lambda: self._timed(stage, link))
-        if (link, stage) not in self._times:
-            self._times[link, stage] = self._timed(stage, link)
-        return self._times[link, stage]
 
-    def _timed(self, stage: int, link: Link | None) -> StageTimes:
-        o = objective_of(self.problem)
-        pairs = zip(self.costs.messages.forward_bytes, self.costs.messages.backward_bytes)
-        transfer = np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
-        forbidden = self._forbidden(stage)
-        seconds = load_sums(self.problem).matrix + o.transfer * transfer[:, None]
-        added = o.total * seconds + o.traffic * transfer[:, None]
-        return StageTimes(np.where(forbidden, np.inf, seconds), np.where(forbidden, np.inf, added))
+        def made() -> Vector:
+            pairs = zip(self.costs.messages.forward_bytes, self.costs.messages.backward_bytes)
+            return np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
 
-    def _forbidden(self, stage: int) -> NDArray[np.bool_]:
-        """Intervals that are empty, hold a group pinned elsewhere, or end with the model before the last stage."""
+        return self.problem.cost.remember(("transfer seconds", link), made)
+
+    def _forbidden(self, stage: int, ends: slice, begins: slice) -> NDArray[np.bool_]:
+        """Intervals of a window that are empty, hold a group pinned elsewhere, or end with the model before the last
+        stage."""
         size, loss = len(self.problem.cost.groups), self.problem.cost.loss
         cuts = np.arange(size + 1)
-        forbidden = (cuts[None, :] >= cuts[:, None]) | (cuts[None, :] >= loss)  # the loss alone is no stage
+        end, begin = cuts[ends, None], cuts[None, begins]
+        forbidden = (begin >= end) | (begin >= loss)  # the loss alone is no stage
         if self.problem.pins:
-            pinned = interval_sums(size, ((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage))
-            forbidden |= pinned > 0
+            pinned = [float(self.problem.pins.get(g, stage) != stage) for g in range(size)]
+            forbidden |= Sums.of(pinned).within((ends, begins)) > 0
         if not self.is_last(stage):
-            forbidden[size, :] = True
+            forbidden |= end == size
         return forbidden
+
+    def reach(self, stage: int, ceiling: float) -> Reach:
+        """Reach of the intervals that take at most as long as a ceiling on a stage, whether they fit or not."""
+        problem, transfer = self.problem, objective_of(self.problem).transfer * self.transfer_seconds(stage)
+        until, size, loss = load_sums(problem).until, len(problem.cost.groups), problem.cost.loss
+        cuts = np.arange(size + 1)
+        limit = np.minimum(cuts, loss)  # an interval to each cut begins before it
+        if not self.is_last(stage):
+            limit[size] = 0
+        # Later begins leave less, so that each cut has a first begin, and all up to the limit are allowed.
+        low = np.zeros(size + 1, dtype=np.int64)
+        for group in (g for g, s in problem.pins.items() if s != stage):
+            low[group + 1 :] = np.maximum(low[group + 1 :], group + 1)
+        low, high = np.minimum(low, limit), limit.copy()
+        while (undecided := low < high).any():
+            middle = (low + high) // 2
+            short = until - until[middle] + transfer <= ceiling
+            high = np.where(undecided & short, middle, high)
+            low = np.where(undecided & ~short, middle + 1, low)
+        first_begin = np.where(low < limit, low, size + 1)
+        earliest = np.minimum.accumulate(first_begin[::-1])[::-1]  # first begin to any later end
+        last_end = np.searchsorted(earliest, cuts, side="right") - 1
+        last_end = np.where((last_end > cuts) & (cuts < loss), last_end, -1)
+        first_end, sought, end = np.full(size + 1, size + 1), cuts[last_end >= 0], 1
+        while len(sought):
+            found = first_begin[sought + end] <= sought
+            first_end[sought[found]] = sought[found] + end
+            sought, end = sought[~found], end + 1
+        return Reach(first_end, last_end, first_begin, np.where(low < limit, limit - 1, -1))
 
 
 def stage_intervals(problem: CutProblem) -> StageIntervals:
     """Time and memory of every interval on every stage."""
-    return StageIntervals(problem, intervals_of(problem), {})
+    return StageIntervals(problem, intervals_of(problem))
 
 
 @dataclass(frozen=True)
@@ -145,7 +197,7 @@ class FeasibleIntervals:
 
     def times(self, stage: int, window: Window) -> StageTimes:
         """Times of the intervals of a window on a stage; infinite where they do not fit."""
-        found, problem = self.plain.times(stage).at(window), self.plain.problem
+        found, problem = self.plain.times(stage, window), self.plain.problem
         if problem.capacity_bytes is None:
             return found
         fits = self.fits(self.plain, stage, window)
@@ -158,14 +210,16 @@ class FeasibleIntervals:
             fits |= more
         return StageTimes(np.where(fits, found.stage_seconds, np.inf), np.where(fits, found.added_seconds, np.inf))
 
-    def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
-        """Stage and added seconds of one interval."""
-        times = self.times(stage, (slice(j, j + 1), slice(i, i + 1)))
-        return float(times.stage_seconds[0, 0]), float(times.added_seconds[0, 0])
-
-    def within(self, stage: int, ceiling: float) -> NDArray[np.bool_]:
-        """Intervals that take at most as long as a ceiling on a stage, whether they fit or not."""
-        return self.plain.times(stage).stage_seconds <= ceiling
+    def of_cuts(self, cuts: tuple[int, ...]) -> StageTimes:
+        """Times of each stage under cuts that fit, as vectors."""
+        problem = self.plain.problem
+        if len(self.ways) == 1:
+            return self.plain.of_cuts(cuts)
+        windows = [(slice(j, j + 1), slice(i, i + 1)) for i, j in _pairs(cuts, problem)]
+        times = [self.times(s, window) for s, window in enumerate(windows)]
+        return StageTimes(
+            np.array([t.stage_seconds[0, 0] for t in times]), np.array([t.added_seconds[0, 0] for t in times])
+        )
 
     def windows(self, ceiling: float) -> list[Window]:
         """For each stage, a window of cuts that holds all intervals on paths whose stages take at most as long as a
@@ -177,7 +231,7 @@ class FeasibleIntervals:
         for s in range(stages):
             key = (None if self.plain.is_last(s) else problem.boundary[s], s if problem.pins else 0)
             if key not in reaches:
-                reaches[key] = reach(self.within(s, ceiling))
+                reaches[key] = self.plain.reach(s, ceiling)
             by_stage.append(reaches[key])
         low, high = [0] * (stages + 1), [0] * stages + [size]
         for s in range(stages):
@@ -192,28 +246,6 @@ class FeasibleIntervals:
             low[s] = max(low[s], int(by_stage[s].first_begin[inside].min(initial=size)))
             high[s] = min(high[s], int(by_stage[s].last_begin[inside].max(initial=0)))
         return [(slice(low[s + 1], high[s + 1] + 1), slice(low[s], high[s] + 1)) for s in range(stages)]
-
-
-@dataclass(frozen=True)
-class Reach:
-    """The first and last end of an allowed interval from each cut, and its first and last begin to each cut."""
-
-    first_end: NDArray[np.int64]
-    last_end: NDArray[np.int64]
-    first_begin: NDArray[np.int64]
-    last_begin: NDArray[np.int64]
-
-
-def reach(allowed: NDArray[np.bool_]) -> Reach:
-    """Reach of the intervals [j, i] that are allowed; first of none: the number of cuts, last: −1."""
-    size = len(allowed)
-    ends, begins = allowed.any(axis=0), allowed.any(axis=1)
-    return Reach(
-        np.where(ends, allowed.argmax(axis=0), size),
-        np.where(ends, size - 1 - allowed[::-1].argmax(axis=0), -1),
-        np.where(begins, allowed.argmax(axis=1), size),
-        np.where(begins, size - 1 - allowed[:, ::-1].argmax(axis=1), -1),
-    )
 
 
 def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
@@ -277,7 +309,7 @@ def _cheapest_found(problem: CutProblem) -> tuple[int, ...] | None:
         return None
 
     def total(cuts: tuple[int, ...]) -> float:
-        return sum(found.at(s, j, i)[1] for s, (i, j) in enumerate(_pairs(cuts, problem)))
+        return sum(found.of_cuts(cuts).added_seconds.tolist())
 
     def added(ceiling: float) -> Callable[[int, Window], Matrix]:
         def of(s: int, window: Window) -> Matrix:
@@ -308,7 +340,7 @@ def _cheapest_found(problem: CutProblem) -> tuple[int, ...] | None:
 
 def slowest(found: FeasibleIntervals, cuts: tuple[int, ...]) -> float:
     """Seconds of the slowest stage under some cuts."""
-    return max(found.at(s, j, i)[0] for s, (i, j) in enumerate(_pairs(cuts, found.plain.problem)))
+    return float(found.of_cuts(cuts).stage_seconds.max())
 
 
 def _balanced(found: FeasibleIntervals) -> tuple[int, ...] | None:
@@ -336,14 +368,25 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
 
     def memory_bytes(s: int, window: Window) -> Matrix:
         least = np.minimum.reduce([way.memory_bytes(s, window) for way in ways]) / problem.capacity_share(s)
-        return np.where(np.isinf(ways[0].times(s).at(window).stage_seconds), np.inf, least)
+        return np.where(np.isinf(ways[0].times(s, window).stage_seconds), np.inf, least)
 
     cuts = _partition(FeasibleIntervals(ways[:1]).windows(np.inf), memory_bytes, np.maximum)
     return None if cuts is None else _stage_of(cuts, problem)
 
 
 def _value(problem: CutProblem, cuts: tuple[int, ...]) -> float:
-    return objective_seconds(problem, own_peak_costs(problem, _stage_of(cuts, problem)))
+    """The objective at some cuts."""
+    stage_of, o = _stage_of(cuts, problem), objective_of(problem)
+    if problem.may_recompute or not is_contiguous(problem, stage_of):
+        return objective_seconds(problem, own_peak_costs(problem, stage_of))
+    # Without the memory, which takes longest.
+    times, costs = stage_intervals(problem).of_cuts(cuts), intervals_of(problem)
+    begins, ends = np.array([*_pairs(cuts, problem)]).T
+    amounts = ("optimizer_seconds", "reduce_seconds", "gather_seconds")
+    update = sum(costs.weight_sums(amount)[ends, begins] for amount in amounts)
+    by_rank = np.reshape(update, (problem.chunks, problem.pp)).sum(axis=0)
+    added = sum(times.added_seconds.tolist())
+    return o.slowest * float(times.stage_seconds.max()) + added + o.optimizer * float(by_rank.max())
 
 
 def _pairs(cuts: tuple[int, ...], problem: CutProblem) -> zip[tuple[int, int]]:

@@ -239,7 +239,12 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
     travels straight past them). It is also high where peers are known to have received what they were sent (with two
     ranks a third of it stays, with four all).
     """
-    if problem.stages > 1 and is_contiguous(problem, stage_of):
+    if problem.stages == 1:
+        known, key = problem.stage_costs, (0, 0, len(stage_of), buffer_bytes(problem, stage_of)[0])
+        if key not in known:
+            known[key] = assignment_costs(problem, stage_of)[0]
+        return (known[key],)
+    if is_contiguous(problem, stage_of):
         return interval_costs(problem, stage_of)
     return assignment_costs(problem, stage_of)
 

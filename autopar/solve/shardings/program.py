@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pulp
@@ -70,47 +70,68 @@ def conversions(graph: StrategyGraph) -> Conversions:
     for wire in value_edges(graph):
         producer = KindLayouts(graph.groups[wire.producer].kind, wire.layouts)
         readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.layouts) for r in wire.consumers))
-        paid = found.setdefault((producer, readers), {})
-        for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
-            paid.setdefault((made, read), []).append(resharding_cost(graph, wire.value, made, read))
+        if (producer, readers) not in found:
+            found[producer, readers] = {pair: [] for reader in readers for pair in layout_pairs(producer, reader)}
+        for (made, read), costs in found[producer, readers].items():
+            costs.append(resharding_cost(graph, wire.value, made, read))
     return found
 
 
+@dataclass(frozen=True)
+class Constraints:
+    """Variables and constraints of a graph, and of each edge the amounts s[A, B] by their pair of layouts."""
+
+    lp: pulp.LpProblem
+    strategy_vars: StrategyVars
+    reshardings: tuple[Mapping[tuple[Layout, Layout], Expr], ...]
+
+
 def sharding_program(graph: StrategyGraph, prices: ObjectiveWeights) -> ShardingProgram:
-    """The program that finds the cheapest choice for every kind."""
-    lp = pulp.LpProblem("shardings")
-    variables = new_strategy_vars(graph, lp)
+    """The program that finds the cheapest choice for every kind; all programs of a graph share their variables."""
+    priced, made = edges(graph, prices), constraints(graph, prices)
     unit = sum(prices.of(group.strategies[0]) for group in graph.groups) or 1.0
-    lp.setObjective(strategy_costs(variables, prices, unit) + resharding_costs(variables, lp, prices, unit))
-    return ShardingProgram(lp, variables, unit)
+    resharding = Expr()
+    for edge, amounts in zip(priced, made.reshardings):
+        for pair, amount in amounts.items():
+            resharding += edge.prices[pair] / unit * amount
+    made.lp.setObjective(strategy_costs(graph, made.strategy_vars, prices, unit) + resharding)
+    return ShardingProgram(made.lp, made.strategy_vars, unit)
 
 
-def strategy_costs(variables: StrategyVars, prices: ObjectiveWeights, unit: float) -> Expr:
+def strategy_costs(graph: StrategyGraph, variables: StrategyVars, prices: ObjectiveWeights, unit: float) -> Expr:
     """Σ x[kind, k] · Σ over the groups of the kind of (seconds + step seconds / m + price · memory)."""
     costs = dict.fromkeys(variables.x, 0.0)
-    for group in variables.graph.groups:
+    for group in graph.groups:
         for k, choice in enumerate(group.strategies):
             costs[group.kind, k] += prices.of(choice) / unit
     return pulp.lpSum(cost * variables.x[pair] for pair, cost in costs.items())
 
 
-def resharding_costs(variables: StrategyVars, lp: pulp.LpProblem, prices: ObjectiveWeights, unit: float) -> Expr:
-    """Σ prices[A, B] · s[A, B] over all edges, with s[A, B] >= e_j[A, B] for every reader j."""
-    total = Expr()
-    for number, edge in enumerate(edges(variables.graph, prices)):
+def constraints(graph: StrategyGraph, prices: ObjectiveWeights) -> Constraints:
+    """The constraints of a graph, made once. Whether a pair of layouts costs anything may depend on memory."""
+    key = "constraints with memory" if prices.memory_price else "constraints"
+    return graph.remember(key, lambda: _constraints(graph, edges(graph, prices)))
+
+
+def _constraints(graph: StrategyGraph, priced: Sequence[Edge]) -> Constraints:
+    """The constraints of all kinds and edges, with s[A, B] >= e_j[A, B] for every reader j."""
+    lp = pulp.LpProblem("shardings")
+    variables = new_strategy_vars(graph, lp)
+    reshardings = []
+    for number, edge in enumerate(priced):
         needed: dict[tuple[Layout, Layout], list[Expr]] = {}
         for j, reader in enumerate(edge.readers):
             for pair, amount in occurrence(variables, lp, f"e_{number}_{j}", edge.producer, reader).items():
                 if pair in edge.prices:
                     needed.setdefault(pair, []).append(amount)
+        once = {pair: amounts[0] for pair, amounts in needed.items()}
         for i, (pair, amounts) in enumerate(needed.items()):
-            once = amounts[0]
             if len(amounts) > 1:
-                once = Expr(lp.add_variable(f"s_{number}_{i}", 0))
+                once[pair] = Expr(lp.add_variable(f"s_{number}_{i}", 0))
                 for amount in amounts:
-                    lp.addConstraint(amount - once <= 0)
-            total += edge.prices[pair] / unit * once
-    return total
+                    lp.addConstraint(amount - once[pair] <= 0)
+        reshardings.append(once)
+    return Constraints(lp, variables, tuple(reshardings))
 
 
 def occurrence(

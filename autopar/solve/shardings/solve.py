@@ -10,7 +10,7 @@ import pulp
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SolverName, default_solver, run
 from autopar.solve.shardings.cost import ObjectiveWeights, sharding_cost
-from autopar.solve.shardings.program import sharding_program
+from autopar.solve.shardings.program import constraints, sharding_program
 from autopar.solve.shardings.variables import agrees
 
 # Prices of memory that `pareto` tries. At 1, halving the memory of the fastest sharding is worth half of its time.
@@ -59,10 +59,10 @@ def solve_shardings(
     x[h, k]                                                and h, every layout L
     Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `linearize_product`; where both are
     Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind: e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
-    s[A, B] >= e_j[A, B]                                   `resharding_costs`
+    s[A, B] >= e_j[A, B]                                   `constraints`
     minimise Σ x · (seconds + step seconds / m             `strategy_costs`, summed over the groups of a kind
     + price · (weight bytes + in flight · saved bytes))
-    + Σ s[A, B] · (conversion seconds                      `resharding_costs`, summed over the values of an edge
+    + Σ s[A, B] · (conversion seconds                      `sharding_program`, summed over the values of an edge
     + price · in flight · saved bytes)
     =====================================================  =======================================================
 
@@ -118,7 +118,10 @@ def work_bound_seconds(graph: StrategyGraph) -> float:
 def proven_work_seconds(graph: StrategyGraph) -> float:
     """A lower bound of compute and conversions of one microbatch as the whole sharded graph is priced, under every
     sharding in which groups of one kind share their strategy."""
-    return _relaxed_seconds(graph, float("inf"))
+    least, prices = with_least_prices(graph), ObjectiveWeights(float("inf"))
+    # Layouts and kinds are the same, so that conversions and constraints are.
+    least.derived.update(constraints=constraints(graph, prices), conversions=graph.derived["conversions"])
+    return _relaxed_seconds(least, prices)
 
 
 def any_sharding_seconds(graph: StrategyGraph, microbatches: float) -> float:
@@ -129,16 +132,25 @@ def any_sharding_seconds(graph: StrategyGraph, microbatches: float) -> float:
     than passes · `any_sharding_seconds` (pp · passes): one of its pp ranks spends an even share or more once a step.
     """
     kinds = replace(graph, groups=tuple(replace(group, kind=kind) for kind, group in enumerate(graph.groups)))
-    return _relaxed_seconds(kinds, microbatches)
+    return _relaxed_seconds(with_least_prices(kinds), ObjectiveWeights(microbatches))
 
 
-def _relaxed_seconds(graph: StrategyGraph, microbatches: float) -> float:
-    """The bound that the program's relaxation gives, where strategies take no ``context_seconds``."""
+def with_least_prices(graph: StrategyGraph) -> StrategyGraph:
+    """The graph with strategies that take no ``context_seconds``."""
     groups = (replace(group, strategies=tuple(choice.least for choice in group.strategies)) for group in graph.groups)
-    program = sharding_program(replace(graph, groups=tuple(groups)), ObjectiveWeights(microbatches))
-    for x in program.strategy_vars.x.values():
+    return replace(graph, groups=tuple(groups))
+
+
+def _relaxed_seconds(graph: StrategyGraph, prices: ObjectiveWeights) -> float:
+    """The bound that the program's relaxation gives."""
+    program = sharding_program(graph, prices)
+    decisions = [x for x in program.strategy_vars.x.values() if x.isInteger()]
+    for x in decisions:
         x.cat = pulp.LpContinuous
-    return run(program.lp, default_solver(), 0.0, 10.0).bound * program.seconds
+    outcome = run(program.lp, default_solver(), 0.0, 10.0)
+    for x in decisions:
+        x.cat = pulp.LpInteger
+    return outcome.bound * program.seconds
 
 
 def least_passes(microbatches: float, pp: int, chunks: int) -> float:

@@ -125,3 +125,17 @@ def test_no_plan_of_another_mesh_is_below_the_printed_bound(name: str) -> None:
     assert others is not None and others.bound_seconds is not None
     steps = [c.seconds for c in found.candidates if c.point.mesh != mesh]
     assert 0 < others.bound_seconds <= min(steps) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("name", only(("vit", "resnet18"), MODELS))
+def test_the_floor_from_other_batch_sizes_is_no_higher_than_the_bound(name: str) -> None:
+    make, shape = MODELS[name]
+    model = make().to("meta")
+    request = PlanRequest(model, as_call(model, torch.empty(shape, device="meta")), 2, Options(), name)
+    graph, sizes = lower_example(request), (1, 2, 4, 8, 16, 64)
+    for order in (sizes, sizes[::-1]):
+        costs = PlanCosts(graph, load_hardware("h200-nvlink"))
+        for size in order:
+            floor = costs.floor_seconds(2, size)
+            assert floor <= costs.bound_seconds(2, size) * (1 + ROUNDING)
+            assert costs.floor_seconds(2, size) == costs.bound_seconds(2, size)

@@ -21,6 +21,7 @@ from autopar.codegen.split import split
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.segment_memory import with_segments
 from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.activation import Activation, Keeper
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
@@ -33,7 +34,7 @@ def test_what_groups_keep_and_restore() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
     graph = trace(model, (torch.randn(4, 8),))
     facts, hardware = graph_stats(graph), load_hardware("cpu-generic")
-    cost = with_segments(price(graph, facts, hardware, 4), graph, facts, (0, 3, 6), hardware)
+    cost = with_segments(price(graph, facts, hardware, 4), Pricing(graph, facts, hardware, 4), (0, 3, 6))
     narrow_bytes, wide_bytes = 4 * 8 * 4, 4 * 32 * 4
     names = [op.name for op in graph.ops]
     per_block = [(narrow_bytes, 0), (0, wide_bytes), (0, wide_bytes)]  # linear; relu, which saves its output; linear
@@ -52,7 +53,7 @@ def test_what_no_segment_holds_is_saved_in_any_case() -> None:
     graph = trace(TwoHeads(), (torch.randn(4, 8),))
     facts, hardware = graph_stats(graph), load_hardware("cpu-generic")
     once = price(graph, facts, hardware, 4)
-    cost = with_segments(once, graph, facts, (len(graph.ops),), hardware)  # no segment at all
+    cost = with_segments(once, Pricing(graph, facts, hardware, 4), (len(graph.ops),))  # no segment at all
     assert {g.segment for g in cost.groups} == {-1}
     for own in (cost, cost.recomputed):
         assert [g.saved_bytes for g in own.groups] == [g.saved_bytes for g in once.groups]

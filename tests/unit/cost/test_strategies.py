@@ -20,7 +20,7 @@ from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats, graph_stats
 from autopar.cost.strategies.describe import block_shardings, blocks_of, name_in_block, sharding_limits
-from autopar.cost.strategies.enumerate import strategy_graph, with_replicas
+from autopar.cost.strategies.enumerate import GroupedModels, strategy_graph, with_replicas
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
@@ -470,3 +470,13 @@ def test_where_an_operation_is(model: str, op_name: str, block: str, place: str)
     traced = case(model).graph
     found = {o.name: (b, name_in_block(b, o, traced)) for o, b in zip(traced.ops, blocks_of(traced))}
     assert found[op_name] == (block, place)
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_batch_sizes_that_share_what_they_have_in_common_have_the_same_strategies(name: str) -> None:
+    traced = graph_of(name)
+    facts, known = graph_stats(traced), GroupedModels()
+    for batch in (8, 1, 4, 3, 8):
+        alone = strategy_graph(Pricing(traced, facts, FAST, batch, 2))
+        assert strategy_graph(Pricing(traced, facts, FAST, batch, 2), known=known) == alone
+    assert {batch_divides for batch_divides, _ in known} == {False, True}

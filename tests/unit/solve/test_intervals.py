@@ -15,6 +15,7 @@ from autopar.ir.cost_graph import Group, ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.generate import in_flight_profiles
+from autopar.solve.cuts.dynamic_programme import stage_intervals
 from autopar.solve.cuts.evaluate import assignment_costs, interval_costs, is_contiguous
 from autopar.solve.cuts.problem import Axis, CutProblem
 from autopar.solve.cuts.program import steepest
@@ -71,6 +72,26 @@ def test_intervals_cost_what_assignments_cost(case: tuple[CutProblem, tuple[int,
             value = getattr(expected, f.name)
             assert getattr(found, f.name) == pytest.approx(value, rel=1e-9, abs=1e-12), f.name
             assert type(getattr(found, f.name)) is type(value) or isinstance(value, int | float)
+
+
+@given(chunked_problems(), st.data())
+@settings(max_examples=examples(300, 60), deadline=None)
+def test_the_reach_is_that_of_the_times_of_all_intervals(
+    case: tuple[CutProblem, tuple[int, ...]], data: st.DataObject
+) -> None:
+    problem, stage_of = case
+    pinned = data.draw(st.sets(st.integers(0, problem.cost.loss - 1), max_size=2))
+    ways = stage_intervals(replace(problem, pins={group: stage_of[group] for group in pinned}))
+    stage, size = data.draw(st.integers(0, problem.stages - 1)), len(problem.cost.groups)
+    seconds = ways.times(stage, (slice(0, size + 1), slice(0, size + 1))).stage_seconds
+    # Ceilings at the times themselves, where rounding would show.
+    ceiling = data.draw(st.sampled_from(sorted({0.0, *seconds[np.isfinite(seconds)].tolist()})))
+    allowed, reach = seconds <= ceiling, ways.reach(stage, ceiling)
+    for cut in range(size + 1):
+        ends, begins = np.flatnonzero(allowed[:, cut]), np.flatnonzero(allowed[cut])
+        assert reach.first_end[cut] == min(ends, default=size + 1) and reach.last_end[cut] == max(ends, default=-1)
+        assert reach.first_begin[cut] == min(begins, default=size + 1)
+        assert reach.last_begin[cut] == max(begins, default=-1)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())

@@ -32,8 +32,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan_parts import Balance
 from autopar.solve.backend import SolverName, default_solver
-from autopar.solve.cuts.dynamic_programme import contiguous_cuts, interval_sums
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import objective_seconds, stage_costs
+from autopar.solve.cuts.intervals import interval_sums
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem, Cuts
 from autopar.solve.cuts.solve import solve_cuts
