@@ -194,6 +194,8 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
         UsageError, InfeasibleError: as `plan`.
     """
     options = request.options
+    if not graph.ops:
+        raise UsageError(f"{graph.model} computes nothing, so there is nothing to divide.")
     if request.optimizer is not None:
         graph = with_optimizer(graph, request.optimizer)
     if request.ema is not None:

@@ -111,6 +111,12 @@ def test_only_modules_are_parallelized(model: object) -> None:
         autopar.parallelize(model, 2, torch.randn(4, 8))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_that_computes_nothing_is_refused(devices: int) -> None:
+    with pytest.raises(UsageError, match="Identity computes nothing, so there is nothing to divide"):
+        autopar.plan(nn.Identity(), devices, torch.randn(4, 8), hardware="cpu")
+
+
 def test_microbatches_that_come_out_otherwise_are_a_warning_where_a_number_was_given() -> None:
     model, x = mlp(), torch.randn(8, 8)
     with pytest.warns(autopar.MicrobatchWarning, match=r"^microbatches=5 becomes 4 microbatches of 2: .* 8 samples"):
