@@ -189,6 +189,8 @@ def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
         raise UsageError(
             f"Schedule {asked} has no training step to simulate. This plan is for {plan.schedule}: {words}."
         )
+    if asked in INTERLEAVED and plan.mesh.pp == 1:
+        raise UsageError(f"This plan has no pipeline, so it cannot run under schedule {asked}.")
     chunks = " --chunks 2" if asked in INTERLEAVED else ""
     raise UsageError(
         f"This plan's stages cannot run under schedule {asked}: {words}. Plan for it: autopar plan {plan.model.name} "

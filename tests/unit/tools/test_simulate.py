@@ -192,6 +192,7 @@ def test_gpipe_holds_all_microbatches() -> None:
             r"1 chunk a rank.* 1f1b or gpipe\..*--devices 4 --pp 4 --schedule interleaved --ch",
         ),
         ("interleaved", "gpipe", r"has 3 chunks a rank.* interleaved or interleaved-overlap\. .* --schedule gpipe -o"),
+        ("one device", "interleaved", "no pipeline, so it cannot run under schedule interleaved"),
         ("pp 4", "forward-only", "no training step"),
         ("pp 4", "zigzag", "No schedule is named 'zigzag'. This plan is for 1f1b"),
     ],
