@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.pytree import leaves
-from autopar.trace.export import export
+from autopar.trace.call import Call
+from autopar.trace.lower import lower_model
 
 
 class Everywhere(nn.Module):
@@ -130,11 +132,11 @@ def test_a_model_that_does_not_take_the_batch_has_no_outputs_for_it() -> None:
 def test_only_a_call_with_several_microbatches_traces_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
 
-    def counted(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> Any:
-        batches.append(len(args[0]))
-        return export(model, args, kwargs, mode)
+    def counted(model: nn.Module, call: Call, *rest: Any) -> Graph:
+        batches.append(call.batch)
+        return lower_model(model, call, *rest)
 
-    monkeypatch.setattr("autopar.trace.trace.export", counted)
+    monkeypatch.setattr("autopar.api.program_cache.lower_model", counted)
     model, x = model_and_batch(4)
     with in_threads(model, plan_by_hand(model, x, 2, []), x, rows_loss) as pm:
         before = len(batches)
