@@ -21,8 +21,9 @@ from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.cuts.solve import solve_cuts
+from autopar.solve.cuts.step_time import Decision, Setting, step_time
 from autopar.solve.result.alternatives import alternatives, other_meshes
-from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
+from autopar.solve.result.make_plan import make_plan
 from autopar.solve.result.reasons import bound_by, seconds_without_limit
 from autopar.solve.shardings.stages import StageSearch
 from autopar.solve.shardings.variables import agrees

@@ -13,7 +13,7 @@ from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import busy_seconds, local_search
 from autopar.solve.cuts.merge import Merged, merge
 from autopar.solve.cuts.problem import Axis, CutProblem, Priced
-from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, StepTime, step_time
 from autopar.solve.space.constraints import boundary_links, pinned_groups
 from autopar.solve.space.lower_bounds import LowerBounds, shardings_at, step_floor, weights_fit
 from autopar.solve.space.points import Point

@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import ZeroStage
+from autopar.solve.cuts.step_time import Setting
 from autopar.solve.result.alternatives import MAX_MESHES
-from autopar.solve.result.make_plan import Setting
 from autopar.solve.space.candidates import Candidate, cut_and_evaluate, evaluate, look_up, make_cut_problem
 from autopar.solve.space.lower_bounds import LowerBounds, shardings_at, weights_fit
 from autopar.solve.space.meshes import Meshes, divisors, in_the_way, nearest, no_mesh

@@ -11,7 +11,7 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.schedule.generate import max_in_flight
 from autopar.solve.cuts.dynamic_programme import ROUNDING
 from autopar.solve.cuts.problem import Priced, slowest_count
-from autopar.solve.result.make_plan import Setting
+from autopar.solve.cuts.step_time import Setting
 from autopar.solve.space.points import Point, microbatch_samples, num_microbatches
 
 # Least share that a simulated pipeline is taken to have of one with equal stages, whose ends shorter stages shorten. Of

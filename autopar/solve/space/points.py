@@ -10,7 +10,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
 from autopar.ir.plan_parts import INTERLEAVED, ScheduleName, ZeroStage
 from autopar.schedule.generate import may_overlap
-from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with

@@ -38,7 +38,7 @@ from autopar.schedule.generate import generate
 from autopar.schedule.simulate import replayed_seconds
 from autopar.solve import search
 from autopar.solve.cuts.problem import slowest_count
-from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, memory_for
 from autopar.solve.space.lower_bounds import LowerBounds, pipeline_floor
 from autopar.solve.space.meshes import Meshes

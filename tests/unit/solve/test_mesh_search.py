@@ -21,7 +21,7 @@ from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost, stage_costs
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Decision, Setting, messages, pipeline_seconds, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, messages, pipeline_seconds, step_time
 from autopar.solve.search import Refine, Refined
 from autopar.solve.space import candidates
 from autopar.solve.space.candidates import evaluate_cuts
