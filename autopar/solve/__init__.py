@@ -5,9 +5,8 @@ user. Output: an `autopar.ir.plan.Plan` with what was proven of it.
 
 Files in reading order:
 
-- `search.py`: every mesh, number of microbatches and schedule in the order of lower bounds; the best is solved and
-  certified.
-- `space/`: points of that search, their lower bounds, and constraints.
+- `search.py`: the fastest candidate is solved and certified, or an error says what would fit.
+- `space/`: every mesh, number of microbatches and schedule in the order of lower bounds.
 - `shardings/`: one strategy per group, by integer program.
 - `cuts/`: pipeline cuts by dynamic programme, local search and integer program; exact cost of a stage.
 - `result/`: the plan, its alternatives, and what bounds its step.

@@ -16,7 +16,7 @@ from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Setting
+from autopar.solve.cuts.step_time import Setting
 from autopar.solve.space.constraints import Constraints, boundary_links
 
 

@@ -27,7 +27,7 @@ from autopar.ir.plan_parts import BlockSharding, PriceSource, ReduceDtype, ZeroS
 from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
-from autopar.solve.result.make_plan import Decision
+from autopar.solve.cuts.step_time import Decision
 from autopar.solve.shardings.solve import Shardings, pareto, proven_work_seconds, work_bound_seconds
 
 # Microbatches whose activations count when a sharding is chosen for its memory. The true number in flight differs per

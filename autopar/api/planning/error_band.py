@@ -13,7 +13,7 @@ from autopar.cost.ops.op_cost import UNMEASURED, Factors, Pricing, compute_dtype
 from autopar.cost.ops.overlap import with_exposed_collectives
 from autopar.ir.hardware import Hardware, StepCalibration
 from autopar.ir.plan_parts import COMMUNICATION, TIMED, Basis, PriceSource, StepPart
-from autopar.solve.result.make_plan import Decision, Setting, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, step_time
 
 # Error of compute whose operations were timed, where the machine's file has no measured steps: of 22 plans in
 # docs/benchmarks/h200-x1-calibration.json and cpu-x2-calibration.json 20 were within it.

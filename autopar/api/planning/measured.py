@@ -20,9 +20,10 @@ from autopar.ir.units import plural
 from autopar.measure.regions.cache import RegionTimes
 from autopar.measure.regions.region_times import RegionTimer, WantedRegion, cache_key, have_same_ops
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
+from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.result.alternatives import mesh_label
-from autopar.solve.result.make_plan import Decision, Setting
-from autopar.solve.space.candidates import Candidate, point_of
+from autopar.solve.space.candidates import Candidate
+from autopar.solve.space.points import point_of
 
 # Largest ratio of a predicted step to the best one's at which a configuration is timed too: of other meshes, and of the
 # same mesh with other microbatches. Factors borrowed from another configuration are seldom further off.

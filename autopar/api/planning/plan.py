@@ -36,7 +36,7 @@ from autopar.runtime.optim.ema import with_averages
 from autopar.runtime.optim.state_bytes import with_optimizer
 from autopar.runtime.spec import Parameters
 from autopar.sharding.propagate import ops_without_rule
-from autopar.solve.result.make_plan import Decision, Setting
+from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.search import Listen, search
 from autopar.solve.space.candidates import Candidate
 from autopar.solve.space.constraints import Constraints

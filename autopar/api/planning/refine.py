@@ -7,7 +7,7 @@ from itertools import count
 
 from autopar.api.planning.costs import PlanCosts
 from autopar.cost.strategies.enumerate import with_hidden_exchange, with_replicas
-from autopar.solve.result.make_plan import Decision
+from autopar.solve.cuts.step_time import Decision
 from autopar.solve.search import Refined
 from autopar.solve.shardings.solve import any_sharding_seconds, least_passes, solve_shardings
 

@@ -21,9 +21,10 @@ from autopar.ir.mesh import Mesh
 from autopar.measure.regions.cache import RegionTimes
 from autopar.measure.regions.region_times import cache_key
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
-from autopar.solve.result.make_plan import Decision, Setting, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, step_time
 from autopar.solve.shardings.solve import least_passes
-from autopar.solve.space.candidates import Candidate, point_of
+from autopar.solve.space.candidates import Candidate
+from autopar.solve.space.points import point_of
 
 MAX_RIVALS = 8  # plans that are compared with the chosen one: the fastest of so many meshes and microbatches
 MEASURABLE = ("memory", "launch")  # parts of a step, besides the kinds of operations, that timing a region replaces

@@ -5,7 +5,7 @@ with a proven bound.
 
 Files in reading order: `problem.py` (input and objective), `intervals.py` (exact costs of all intervals of groups),
 `evaluate.py` with `memory.py` and `buffers.py` (exact cost of given cuts), `merge.py` (colocated groups become one, in
-several orders), `dynamic_programme.py` (contiguous cuts by a closed form), `local_search.py` (cuts moved by the
-simulated step), `program.py` (the integer program), `certify.py` (its rows, until the bound is of the simulated step),
-`solve.py` (all of them), `infeasible.py` (messages).
+several orders), `dynamic_programme.py` (contiguous cuts by a closed form), `step_time.py` (the simulated step),
+`local_search.py` (cuts moved by it), `program.py` (the integer program), `certify.py` (its rows, until the bound is of
+the simulated step), `solve.py` (all of them), `infeasible.py` (messages).
 """

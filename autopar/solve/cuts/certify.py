@@ -29,7 +29,7 @@ from autopar.solve.cuts.program import (
     freed_per_second,
     pinned_windows,
 )
-from autopar.solve.result.make_plan import Setting, network_between, ranks_between_nodes, step_time_of
+from autopar.solve.cuts.step_time import Setting, network_between, ranks_between_nodes, step_time_of
 
 # Solutions that are tried one after the other, each with the rows that the last one violates.
 MAX_ROUNDS, MAX_TRIED = 60, 30

@@ -15,7 +15,7 @@ from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, is_contiguous, own_peak_costs
 from autopar.solve.cuts.intervals import Matrix, Sums, Vector, exposed_seconds, intervals_of
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Setting, pipeline_seconds, step_time_of, with_update
+from autopar.solve.cuts.step_time import Setting, pipeline_seconds, step_time_of, with_update
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")

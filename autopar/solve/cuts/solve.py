@@ -14,7 +14,7 @@ from autopar.solve.cuts.infeasible import check_num_stages, check_pins, memory_m
 from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import Merged, in_every_order
 from autopar.solve.cuts.problem import CutProblem, Cuts
-from autopar.solve.result.make_plan import Setting
+from autopar.solve.cuts.step_time import Setting
 
 
 def solve_cuts(

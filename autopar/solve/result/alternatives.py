@@ -10,25 +10,21 @@ from autopar.ir.plan_parts import ONE_DEVICE, Alternative, Balance, OtherMeshes,
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.merge import merge
-from autopar.solve.result.make_plan import Decision, Setting, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, step_time
 from autopar.solve.result.reasons import parts, why_slower
 from autopar.solve.shardings.solve import least_passes
-from autopar.solve.space.candidates import (
-    Candidate,
-    LowerBounds,
+from autopar.solve.space.candidates import Candidate, evaluate, evaluate_cuts, look_up, without_limit
+from autopar.solve.space.constraints import microbatch_candidates
+from autopar.solve.space.lower_bounds import LowerBounds
+from autopar.solve.space.points import (
     Pipeline,
     Point,
     enumerate_points,
-    evaluate,
-    evaluate_cuts,
-    look_up,
     microbatch_samples,
     neighbours,
     point_of,
     points_with_other_schedules,
-    without_limit,
 )
-from autopar.solve.space.constraints import microbatch_candidates
 
 MAX_MESHES = 8
 BALANCES: Mapping[Balance, str] = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from autopar.solve.cuts.evaluate import rank_costs, stage_costs
-from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, StepTime, step_time
 from autopar.solve.result.step_breakdown import NOTABLE, Slowest, StepBreakdown, bound_text, excess_text, memory_text
-from autopar.solve.space.candidates import Candidate, evaluate_cuts, point_of, without_limit
+from autopar.solve.space.candidates import Candidate, evaluate_cuts, without_limit
+from autopar.solve.space.points import point_of
 
 
 def parts(decision: Decision, step: StepTime, batch: int) -> StepBreakdown:

@@ -11,7 +11,7 @@ from autopar.solve.cuts.evaluate import own_peak_costs, rank_bytes
 from autopar.solve.cuts.intervals import is_ascending
 from autopar.solve.cuts.local_search import MAX_TRIALS, cuts_of, moved, stages_of
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Setting, step_time_of
+from autopar.solve.cuts.step_time import Setting, step_time_of
 
 Cuts = tuple[int, ...]
 

@@ -27,7 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, ZeroStage
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import CutProblem, Priced
-from autopar.solve.result.make_plan import Setting, step_time
+from autopar.solve.cuts.step_time import Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.cost import resharding_cost, value_edges
 from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings, work_bound_seconds

@@ -21,7 +21,7 @@ from autopar.api.planning.plan import PlanRequest, lower_example, model_info
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.plan import Plan
-from autopar.solve.result.make_plan import Decision, Setting, step_time
+from autopar.solve.cuts.step_time import Decision, Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.variables import agrees
 from autopar.solve.space.candidates import Candidate

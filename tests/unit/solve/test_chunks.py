@@ -38,18 +38,11 @@ from autopar.schedule.generate import generate
 from autopar.schedule.simulate import replayed_seconds
 from autopar.solve import search
 from autopar.solve.cuts.problem import slowest_count
-from autopar.solve.result.make_plan import Decision, Setting
-from autopar.solve.space.candidates import (
-    MAX_CHUNKS,
-    LowerBounds,
-    Pipeline,
-    Point,
-    allowed_pipelines,
-    enumerate_points,
-    pipeline_floor,
-)
+from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, memory_for
+from autopar.solve.space.lower_bounds import LowerBounds, pipeline_floor
 from autopar.solve.space.meshes import Meshes
+from autopar.solve.space.points import MAX_CHUNKS, Pipeline, Point, allowed_pipelines, enumerate_points
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
 names = st.sampled_from(INTERLEAVED)

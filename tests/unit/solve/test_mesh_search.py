@@ -21,18 +21,15 @@ from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost, stage_costs
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.result.make_plan import Decision, Setting, messages, pipeline_seconds, step_time
-from autopar.solve.search import Refine, Refined, explore, fastest_nearby, least_memory_points
+from autopar.solve.cuts.step_time import Decision, Setting, messages, pipeline_seconds, step_time
+from autopar.solve.search import Refine, Refined
 from autopar.solve.space import candidates
-from autopar.solve.space.candidates import (
-    LowerBounds,
-    evaluate_cuts,
-    fastest_slowest_stage,
-    neighbours,
-    points_with_other_schedules,
-)
+from autopar.solve.space.candidates import evaluate_cuts
 from autopar.solve.space.constraints import Constraints, boundary_links
+from autopar.solve.space.explore import explore, fastest_nearby
+from autopar.solve.space.lower_bounds import LowerBounds, fastest_slowest_stage
 from autopar.solve.space.meshes import possible_meshes, why_not
+from autopar.solve.space.points import least_memory_points, neighbours, points_with_other_schedules
 
 
 def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:

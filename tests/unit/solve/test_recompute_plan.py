@@ -34,7 +34,7 @@ from autopar.solve.cuts.local_search import cuts_of, local_search
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.cuts.solve import solve_cuts
-from autopar.solve.result.make_plan import step_time
+from autopar.solve.cuts.step_time import step_time
 from autopar.solve.shardings.stages import StageSearch
 from autopar.solve.space.constraints import memory_for
 

@@ -38,7 +38,7 @@ from autopar.solve.cuts.intervals import interval_sums
 from autopar.solve.cuts.merge import in_every_order, merge
 from autopar.solve.cuts.problem import CutProblem, Cuts
 from autopar.solve.cuts.solve import solve_cuts
-from autopar.solve.result.make_plan import step_time
+from autopar.solve.cuts.step_time import step_time
 from autopar.solve.space.constraints import boundary_links
 
 MIB = 2**20

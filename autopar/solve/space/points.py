@@ -1,0 +1,129 @@
+"""Points of the search space: a mesh, a number of microbatches, a ZeRO stage, and a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.microbatches import microbatch_size
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName, ZeroStage
+from autopar.schedule.generate import may_overlap
+from autopar.solve.cuts.step_time import Decision, Setting
+from autopar.solve.space.constraints import Constraints, microbatch_candidates
+
+# More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
+# 6 of them it is a sixth of 1F1B's.
+MAX_CHUNKS = 6
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule and how many stages each rank has under it."""
+
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return self.schedule if self.chunks == 1 else f"{self.schedule}, {self.chunks} chunks a rank"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Point of the search space: mesh, microbatches per replica, ZeRO stage, and schedule."""
+
+    mesh: Mesh
+    microbatches: int
+    zero: ZeroStage = 0
+    pipeline: Pipeline = Pipeline()
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.pp * self.pipeline.chunks
+
+    @property
+    def is_interleaved_too(self) -> bool:
+        """Whether its schedule is interleaved-overlap with actions in interleaved's order."""
+        return self.pipeline.schedule == "interleaved-overlap" and not may_overlap(self.mesh.pp, self.microbatches)
+
+
+def point_of(decision: Decision) -> Point:
+    """Point at which a decision was found."""
+    problem = decision.problem
+    return Point(problem.mesh, problem.microbatches, decision.zero, Pipeline(problem.schedule, problem.chunks))
+
+
+def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
+    """Every number of microbatches, at every ZeRO stage and under every schedule as far as that is left open; of
+    schedules that run the same actions in the same order only the first. ZeRO-2 is for one microbatch."""
+    wanted = setting.constraints.zero
+    for pipeline in allowed_pipelines(setting.constraints, mesh):
+        for zero in get_args(ZeroStage) if wanted is None else (wanted,):
+            if not zero or mesh.dp > 1:
+                for m in microbatch_candidates(setting.constraints, mesh.dp):
+                    if zero == 2 and m > 1:
+                        break
+                    point = Point(mesh, m, zero, pipeline)
+                    if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
+                        yield point
+
+
+def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
+    """Points of a mesh without ZeRO-2, unless that is asked for: it is as fast as ZeRO-1, which needs more memory."""
+    return [p for p in enumerate_points(setting, mesh) if p.zero < 2 or setting.constraints.zero == 2]
+
+
+def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
+    """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches or ZeRO."""
+    points = list(enumerate_points(setting, mesh))
+    fewest = min(p.pipeline.chunks for p in points)
+    points = [p for p in points if p.pipeline.chunks == fewest]
+    # Slots of equal size for each owner may make ZeRO-2 larger than ZeRO-1 over many replicas.
+    stages = sorted({p.zero for p in points}, reverse=True)[:2]
+    best = [max(points, key=lambda p: (p.microbatches, p.zero))]
+    best += [max((p for p in points if p.zero == zero), key=lambda p: p.microbatches) for zero in stages]
+    return list(dict.fromkeys(best))
+
+
+def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
+    """Points with the same mesh, microbatches and ZeRO stage under every other schedule."""
+    points = enumerate_points(setting, point.mesh)
+    return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
+
+
+def neighbours(setting: Setting, point: Point) -> list[Point]:
+    """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without."""
+    points = [p for p in enumerate_points(setting, point.mesh) if are_alike(p, point.pipeline)]
+    same = [p for p in points if p.zero == min(point.zero, 1)]  # ZeRO-2 is for one microbatch
+    near = [p for p in same if p.microbatches < point.microbatches][-1:]
+    near += [p for p in same if p.microbatches > point.microbatches][:1]
+    return near + [p for p in points if p.zero not in (point.zero, 2) and p.microbatches == point.microbatches]
+
+
+def are_alike(point: Point, pipeline: Pipeline) -> bool:
+    """Whether a point's schedule is the given one, or runs its actions in the same order."""
+    other = replace(point, pipeline=pipeline)
+    return point == other or (other.is_interleaved_too and point.pipeline == replace(pipeline, schedule="interleaved"))
+
+
+def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
+    """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
+    if asked.schedule != "auto" and asked.schedule not in INTERLEAVED:
+        return (Pipeline(asked.schedule),)
+    if mesh.pp == 1:
+        return (Pipeline(),)
+    chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MAX_CHUNKS))
+    single: tuple[ScheduleName, ...] = ("1f1b",) if asked.schedule == "auto" else (asked.schedule,)
+    several = INTERLEAVED if asked.schedule == "auto" else single
+    return tuple(Pipeline(schedule, n) for n in chunks for schedule in (single if n == 1 else several))
+
+
+def microbatch_samples(setting: Setting, point: Point) -> int:
+    """Samples of the point's largest microbatch."""
+    return microbatch_size(setting.constraints.batch // point.mesh.dp, point.microbatches)
+
+
+def num_microbatches(setting: Setting, point: Point) -> float:
+    """Microbatches of the point; a smaller last one counts as its share of a full one."""
+    return setting.constraints.batch / point.mesh.dp / microbatch_samples(setting, point)
