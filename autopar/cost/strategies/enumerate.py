@@ -52,7 +52,7 @@ class EquivalentGroups:
 
 @dataclass(frozen=True)
 class GroupedModel:
-    """What the strategy graphs of a model have in common at batch sizes with the same groups.
+    """The part of a model's strategy graphs that depends on no batch size, as long as the groups are the same.
 
     Args:
         groups: with a pricing at one of these sizes.
@@ -123,7 +123,7 @@ def strategy_graph(
 
 
 def grouped_model(pricing: Pricing, groups: Sequence[OpGroup], batch_divides: bool) -> GroupedModel:
-    """What strategy graphs share, from the groups at one batch size."""
+    """The part of strategy graphs that other batch sizes reuse."""
     graph = pricing.graph
     # Where the ranks divide the samples, regions between products split these: as good as tokens, and never ragged.
     book = RuleCache(graph, pricing.stats, pricing.ranks, ragged=not batch_divides)

@@ -98,18 +98,16 @@ class RankCost:
         Error: ranks before the last one also wait for other ranks' backwards, which hide more of their reduction; not
             counted.
         """
-        buckets = max(1.0, self.total("num_buckets"))
-        reduce_seconds, gather_seconds = self.total("reduce_seconds"), self.total("gather_seconds")
         return (
-            max(reduce_seconds - self.total("backward_seconds"), reduce_seconds / buckets)
-            + max(gather_seconds - self.total("forward_seconds"), gather_seconds / buckets)
+            self.exposed_part("reduce_seconds", "backward_seconds")
+            + self.exposed_part("gather_seconds", "forward_seconds")
             + self.total("contention_seconds")
         )
 
-    def hidden_seconds(self, exchange: str, passes: str) -> float:
-        """Seconds of an exchange between replicas that are not exposed; both are names of fields."""
+    def exposed_part(self, exchange: str, passes: str) -> float:
+        """Seconds of an exchange between replicas that passes do not hide; both are names of fields."""
         seconds = self.total(exchange)
-        return min(self.total(passes), seconds - seconds / max(1.0, self.total("num_buckets")))
+        return max(seconds - self.total(passes), seconds / max(1.0, self.total("num_buckets")))
 
     def total(self, name: str) -> float:
         """Sum of a field over the rank's stages."""

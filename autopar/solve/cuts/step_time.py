@@ -177,5 +177,6 @@ def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network
         if whole := sum(getattr(w, exchange) for w in weights):
             rate = network.collectives.get(kind, network.port).bytes_per_second
             carried = ring_share(kind, problem.dp) * num_bytes / rate / whole  # of a second of the exchange
-            found = [known + carried * rank.hidden_seconds(exchange, passes) for known, rank in zip(found, ranks)]
+            hidden = (rank.total(exchange) - rank.exposed_part(exchange, passes) for rank in ranks)
+            found = [known + carried * seconds for known, seconds in zip(found, hidden)]
     return found

@@ -31,7 +31,7 @@ CALLS: list[str] = []
 
 
 def registering() -> nn.Module:
-    """Of two calls only the first says what is wrong."""
+    """Fails on every second call with a misleading error."""
     CALLS.append("registering")
     raise ValueError("depth must be even." if len(CALLS) % 2 else "the name is taken")
 
