@@ -7,13 +7,15 @@ function of weights and values, which is compiled once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import log2, prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-# Not public in torch 2.11 to 2.15, and the only way to compile a backward before it is called.
+# Not public in torch 2.11 to 2.15. It compiles a backward before the first call, and says for which layouts of
+# gradients one is compiled; nothing public does.
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -110,6 +112,22 @@ def compiled_region(
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
     return CompiledRegion(call, held)
+
+
+def gradient_of(result: Value) -> Value:
+    """The gradient of a region's result, in the layout that its compiled backward is compiled for: others are copied.
+
+    torch 2.11 compiles for contiguous gradients of contiguous and of permuted results, and for gradients in channels
+    last of results in channels last; 2.15 for gradients in the layout of the result. In a step, regions pass such
+    gradients to each other.
+    """
+    if getattr(functorch_config, "guess_tangent_strides_as_outputs", False):
+        return result
+    like = torch.empty_strided(result.shape, result.stride, device="meta")
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
+    if like.is_contiguous() or (channels_last is not None and like.is_contiguous(memory_format=channels_last)):
+        return result
+    return replace(result, stride=torch.empty(result.shape, device="meta").stride())
 
 
 def norm_options(ops: Iterable[Op]) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.codegen.compile import gradient_of
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value, Weight
 from autopar.ir.hardware import ExecutionMode
@@ -98,23 +100,38 @@ class RegionRun:
         )
         values = {v.name: v for v in program.values}
         self.arguments = [random_tensor(values[name], device) for name in program.arguments]
-        self.needs_grad = [values[name].requires_grad for name in program.arguments]
-        self.output_grads = [
-            (k, random_tensor(e.value, device)) for k, e in enumerate(program.sends) if e.value.requires_grad
-        ]
-        self.has_backward = bool(self.output_grads) and (any(self.needs_grad) or bool(trained))
+        for name, argument in zip(program.arguments, self.arguments):
+            argument.requires_grad_(values[name].requires_grad)
+        sent = [(k, e.value) for k, e in enumerate(program.sends) if e.value.requires_grad]
+        self.output_grads = [(k, random_tensor(gradient_of(v) if compiled else v, device)) for k, v in sent]
+        self.has_backward = bool(sent) and (any(x.requires_grad for x in self.arguments) or bool(trained))
 
     def forward(self) -> tuple[Tensor, ...]:
         """The outputs for one microbatch; autograd keeps the saved tensors as long as they are referenced."""
-        pairs = zip(self.arguments, self.needs_grad)
-        return self.module(*(x.detach().requires_grad_() if wanted else x for x, wanted in pairs))
+        return self.module(*map(Received.apply, self.arguments))
 
     def forward_backward(self) -> None:
-        """Forward and backward of one microbatch, whose gradients are added to the main gradients."""
+        """Forward and backward of one microbatch, whose gradients are added to the main gradients.
+
+        Small ones are dropped: a rank adds those of all regions in one call after the backward.
+        """
         results = self.forward()
         pairs = [(results[k], gradient) for k, gradient in self.output_grads if results[k].requires_grad]
         torch.autograd.backward([result for result, _ in pairs], [gradient for _, gradient in pairs])
-        self.gradients.flush()
+        for bucket in self.gradients.flush_large():
+            self.gradients.ready[bucket].clear()
+
+
+class Received(torch.autograd.Function):
+    """A value of another region, whose gradient is dropped: autograd would copy it if its layout is not the value's."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        return None
 
 
 def random_weight(weight: Weight, device: torch.device) -> Tensor:

@@ -91,12 +91,16 @@ class GradBuffer:
 
     def flush(self) -> None:
         """After a backward: add the gradients of buckets that it did not fill, and deferred ones."""
+        if deferred := self.flush_large():
+            self.flush_buckets(deferred)
+
+    def flush_large(self) -> list[int]:
+        """After a backward: add the gradients of buckets that it did not fill; returns the buckets of deferred ones."""
         ready = [index for index, entries in enumerate(self.ready) if entries]
         for index in ready:
             if self.flush_eagerly or not self.is_small(index):
                 self.flush_buckets([index])
-        if later := [index for index in ready if self.ready[index]]:
-            self.flush_buckets(later)
+        return [index for index in ready if self.ready[index]]
 
     def flat(self, index: int) -> torch.Tensor:
         """Main grads of a bucket, [bucket.numel]; allocated at the first call."""

@@ -21,6 +21,7 @@ from autopar.errors import InfeasibleError, MicrobatchWarning
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
 from autopar.runtime.launch.devices import Machine
+from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.tools.bench.baselines.registry import (
     Baseline,
     BaselineVariant,
@@ -130,7 +131,11 @@ class Bench:
     def make_plan(self, devices: int, **constraints: Any) -> Plan:
         """A plan of the requested model, batch and memory format under some constraints."""
         model, images = self.example()
-        new_plan = plan(model, devices, images, **constraints)
+        settings = TorchSettings.current()
+        if self.machine.device_type == "cuda":  # regions are timed as workers run them
+            settings = replace(settings, cudnn_benchmark=True)
+        with settings.active():
+            new_plan = plan(model, devices, images, **constraints)
         info = replace(new_plan.model, name=self.request.source.name, kwargs=dict(self.request.source.kwargs))
         return replace(new_plan, model=info)
 

@@ -157,6 +157,7 @@ def run_to_the_end(asked: Run) -> None:
         if asked.restarts and run_on_rank_zero(partial(is_finished, asked, checkpoint), broadcast_from_rank0):
             return
     torch.manual_seed(asked.seed)
+    torch.backends.cudnn.benchmark = True  # sizes do not change: prices of convolutions assume the fastest algorithms
     model = source.build("cpu")
     example = torch.empty(asked.at_once, *data.form.shape, device="meta")
     if source.channels_last:

@@ -20,10 +20,10 @@ from torch._dynamo.backends.common import aot_autograd
 import autopar
 from autopar.codegen import compile as compiled
 from autopar.codegen.activation_checkpoint import cut_segments
-from autopar.codegen.compile import SPLIT_SIZE, norm_options
+from autopar.codegen.compile import SPLIT_SIZE, functorch_config, gradient_of, norm_options
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Value
 from autopar.ops.regions import MIN_REGION_OPS, region_starts
 from autopar.trace.trace import trace, weight_tensors
 
@@ -264,3 +264,19 @@ def test_operations_that_lead_to_other_outputs_are_not_compiled_together() -> No
     ]
     alone = traced(tiny_vit(2), torch.randn(2, 3, 32, 32))
     assert not split(alone, {op.name: 0 for op in alone.ops}, 1)[0].output_boundaries
+
+
+@pytest.mark.parametrize(
+    ("as_outputs", "strides"),
+    [(True, [(12, 1, 3), (60, 1, 15, 3), (12, 4, 1)]), (False, [(12, 4, 1), (60, 1, 15, 3), (12, 4, 1)])],
+)
+def test_the_layout_of_a_gradient_is_that_which_its_region_is_compiled_for(
+    as_outputs: bool, strides: list[tuple[int, ...]]
+) -> None:
+    values = [
+        Value("permuted", (2, 3, 4), "float32", (12, 1, 3)),
+        Value("channels last", (2, 3, 4, 5), "float32", (60, 1, 15, 3)),
+        Value("contiguous", (2, 3, 4), "float32", (12, 4, 1)),
+    ]
+    with functorch_config.patch(guess_tangent_strides_as_outputs=as_outputs):
+        assert [gradient_of(value).stride for value in values] == strides

@@ -93,7 +93,8 @@ def test_another_batch_or_width_is_another_piece() -> None:
 # -- timing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients() -> None:
+def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.runtime.params.grad_buffer.MAX_DEFERRED_BYTES", 0)
     piece = next(p for p in timed_regions(traced()) if any("blocks.1" in name for name in p.ops))
     running = RegionRun(piece.program, compiled=False, device=ONE)
     running.forward_backward()
@@ -103,6 +104,40 @@ def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients() -> None:
     for name, view in running.gradients.views.items():
         assert once[name].abs().max() > 0
         torch.testing.assert_close(view, 2 * once[name], msg=name)
+    running.gradients.close()
+
+
+class TokensLast(nn.Module):
+    """Tokens of the first block's input are contiguous, channels are not; of its gradient it is the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 4, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.GELU()))) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_gradient_between_pieces_is_copied(compiled: bool) -> None:
+    piece = next(p for p in timed_regions(traced(4, TokensLast())) if p.program.receives)
+    (edge,) = piece.program.receives
+    assert edge.value.stride == (1024, 1, 64)
+    running = RegionRun(piece.program, compiled, ONE)
+    for _ in range(2):
+        running.forward_backward()
+    with torch.profiler.profile() as profile:
+        running.forward_backward()
+    events = profile.events() or []
+    assert any("AccumulateGrad" in event.name for event in events)
+    parents = {event.cpu_parent.name for event in events if event.name == "aten::copy_" and event.cpu_parent}
+    assert not any("AccumulateGrad" in name or "CompiledFunctionBackward" in name for name in parents)
     running.gradients.close()
 
 
