@@ -11,12 +11,13 @@ for pipeline cuts, and an `ir.strategies.StrategyGraph` for tensor parallelism.
 
 A two-layer perceptron on an H100, 4096 samples in float32: forward, backward, saved bytes; then strategies for tp 2::
 
-    >>> for g in price(graph, graph_stats(graph), load_hardware("h100-nvlink"), 4096).groups: print(...)
+    >>> stats, hardware = graph_stats(graph), load_hardware("h100-nvlink")
+    >>> for g in price(Pricing(graph, stats, hardware, 4096)).groups: print(...)
     0.linear   702 us  751 us   16 MiB
     1.gelu      55 us   79 us   64 MiB
     2.linear   702 us 1435 us   64 MiB
     loss         0 us    0 us    0 MiB
-    >>> for g in strategy_graph(Pricing(graph, graph_stats(graph), hardware, 4096, ranks=2)).groups: print(...)
+    >>> for g in strategy_graph(Pricing(graph, stats, hardware, 4096, ranks=2)).groups: print(...)
     0.linear  replicated 1453 us, n 748 us, k → replicated 1010 us, k → tp:1 1038 us, k → tp:0 1038 us
     1.gelu    replicated 134 us, d1 75 us, d0 75 us
     2.linear  replicated 2137 us, n 1099 us, k → replicated 1188 us, k → tp:0 1216 us

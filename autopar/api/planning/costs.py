@@ -9,7 +9,7 @@ from itertools import islice
 from math import log2
 from typing import Any
 
-from autopar.cost.groups.cost_graph import price_by, with_weight_sharing
+from autopar.cost.groups.cost_graph import price, with_weight_sharing
 from autopar.cost.groups.recompute_segments import segment_starts
 from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.groups.segment_memory import with_segments
@@ -280,5 +280,5 @@ def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tu
 
 
 def priced_with_segments(pricing: Pricing, starts: tuple[int, ...], **named: Any) -> CostGraph:
-    """As `price_by`, with the costs of stages that recompute their activations."""
-    return with_segments(price_by(pricing, **named), pricing, starts)
+    """As `price`, with the costs of stages that recompute their activations."""
+    return with_segments(price(pricing, **named), pricing, starts)

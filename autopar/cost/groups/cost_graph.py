@@ -10,7 +10,6 @@ from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
 from autopar.cost.groups.weight_memory import UNSHARDED, Bucket, Sharing, gradient_buckets, weight_cost
 from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs
-from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.ops.overlap import with_exposed_collectives
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, refs
@@ -21,10 +20,7 @@ CUDNN_WORKSPACE_FACTOR = 1.2  # workspace of a cuDNN convolution over the bytes 
 
 
 def price(
-    graph: Graph,
-    stats: GraphStats,
-    hardware: Hardware,
-    batch: int,
+    pricing: Pricing,
     sharing: Sharing = UNSHARDED,
     groups: tuple[Group, ...] | None = None,
     factors: Factors = NO_FACTORS,
@@ -35,8 +31,7 @@ def price(
     backward counts once, for the groups that save it, regardless of the group that makes it.
 
     Args:
-        stats: statistics of this graph, from `graph_stats`.
-        batch: samples per microbatch, of all ranks of a tensor-parallel group together.
+        pricing: of the graph for the samples of a microbatch, of all ranks of a tensor-parallel group together.
         sharing: how the ranks of a stage share its weights.
         groups: groups of the unsharded graph, for a local graph; by default the operations are grouped here.
         factors: measured factors by operation. They do not change the groups.
@@ -46,16 +41,6 @@ def price(
         for most timm families. Of the models compared, an LSTM (Sequencer) keeps 2.5 times as much. TResNet keeps 16 %
         less: its in-place activation is traced as one that is not in place. GPU kernels may add workspaces.
     """
-    return price_by(Pricing(graph, stats, hardware, batch, sharing.tp), sharing, groups, factors)
-
-
-def price_by(
-    pricing: Pricing,
-    sharing: Sharing = UNSHARDED,
-    groups: tuple[Group, ...] | None = None,
-    factors: Factors = NO_FACTORS,
-) -> CostGraph:
-    """As `price`, by a pricing, which may share what depends on no batch size with others (`Pricing.at`)."""
     graph, hardware, costs = pricing.graph, pricing.hardware, op_costs(pricing)
     if groups is None:
         seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.priced import price
 from torch import nn
 
 import autopar
 from autopar.api.planning.costs import PlanCosts, apply_strategies
 from autopar.api.planning.plan import example_call
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.hardware import Link

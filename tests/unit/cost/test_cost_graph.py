@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import UNet
+from support.priced import price
 
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge

@@ -6,10 +6,10 @@ import pytest
 import timm
 import torch
 from support.graphs import MACHINE, H, X, buffer, graph, op, parameter, value
+from support.priced import price
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import copied_mask_bytes, graph_stats, has_fused_kernel
 from autopar.errors import TraceError

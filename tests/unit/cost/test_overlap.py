@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from support.graphs import MACHINE, graph, op, parameter, value
+from support.priced import price
 
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Factor
 from autopar.cost.ops.op_stats import graph_stats

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 from support.graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
+from support.priced import price
 
-from autopar.cost.groups.cost_graph import price, with_weight_sharing
+from autopar.cost.groups.cost_graph import with_weight_sharing
 from autopar.cost.groups.weight_memory import Sharing, gradient_buckets, weight_cost
 from autopar.cost.ops.op_cost import Pricing, op_costs
 from autopar.cost.ops.op_stats import graph_stats

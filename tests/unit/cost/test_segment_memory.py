@@ -12,13 +12,13 @@ import timm
 import torch
 from support.effort import only
 from support.models import TwoHeads, tiny_vit
+from support.priced import price
 from torch import nn
 
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts
 from autopar.api.recompute import local_segments
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.segment_memory import with_segments
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_cost import Pricing

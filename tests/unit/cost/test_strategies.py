@@ -13,9 +13,9 @@ import timm
 import torch
 from support.graphs import MACHINE, graph, op, parameter, value
 from support.models import Tied, Updating, tiny_vit
+from support.priced import price
 from timm.models.coat import CoaT
 
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats, graph_stats

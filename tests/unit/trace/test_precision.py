@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support.cases import ADAMW, CASES, DTYPES
 from support.handmade import in_threads, plan_by_hand
 from support.models import Autocast, ConvNet, Tied, UNet, loss_in_bf16, tiny_vit
+from support.priced import price
 from support.reference import Reference, unwrapped_state
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autopar
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
-from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_share_seconds, weight_cost
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import graph_stats
