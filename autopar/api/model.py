@@ -444,7 +444,13 @@ class ParallelModel:
             return self._call("stats")
 
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
-        """Peak bytes of tensors on each rank during a training step; does the step, more slowly than `train_step`."""
+        """Peak bytes of tensors on each rank during a training step; does the step, more slowly than `train_step`.
+
+        Raises:
+            UsageError: stages are compiled for the CPU; tensors inside of compiled code cannot be counted there.
+        """
+        if self._spec.compiled and self.machine.device_type == "cpu":
+            raise UsageError("Tensors inside of compiled stages cannot be counted on CPU. Pass compile=False.")
         peaks, _ = self._dispatcher.carry_out(self._training_request("tensor_peak", x, y))
         self._dispatcher.updated()
         return peaks

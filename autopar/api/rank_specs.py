@@ -35,11 +35,13 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
     owners: Mapping[str, int] = {}
     if programs.plan.zero:
         owners = replica_owners([local(stage, 0) for stage in range(mesh.pp)], positions, mesh.dp)
+    compiled = options.execution_mode(machine.device_type).compiled
     first = RankSpec(
         rank=0,
         mesh=mesh,
         device=machine.device_of(0),
-        build=partial(graph_module, compiled=options.execution_mode(machine.device_type).compiled),
+        build=partial(graph_module, compiled=compiled),
+        compiled=compiled,
         weights=local(0, 0),
         holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
         stage_edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),

@@ -125,7 +125,7 @@ def gradient_of(result: Value) -> Value:
         return result
     like = torch.empty_strided(result.shape, result.stride, device="meta")
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
-    if like.is_contiguous() or (channels_last is not None and like.is_contiguous(memory_format=channels_last)):
+    if channels_last is not None and like.is_contiguous(memory_format=channels_last):
         return result
     return replace(result, stride=torch.empty(result.shape, device="meta").stride())
 

@@ -70,6 +70,7 @@ class RankSpec:
     Args:
         build: makes a module of a program, its weights, a device, the communicator keys of mesh axes, the waits for
             weights that are being gathered, and the access to main grads.
+        compiled: whether these modules are compiled by torch.compile.
         weights: weights that this rank holds, in the model's order, with the shapes of its parts.
         storage: layout of each weight that is not simply replicated over the tensor axis.
         whole_shapes: shapes of the whole weights whose parts differ in size between shards.
@@ -110,6 +111,7 @@ class RankSpec:
     cuda_graph: bool = True
     transport: TransportName = "auto"
     settings: TorchSettings = field(default_factory=TorchSettings.current)
+    compiled: bool = False
     checkpoint_seconds: float = CHECKPOINT_SECONDS
 
     @property

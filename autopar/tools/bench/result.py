@@ -21,7 +21,8 @@ class PipelineResult:
         bound_seconds: the step if only the measured actions took time, in the schedule's order.
         predicted_seconds: of a step.
         predicted_bytes: peak of each rank.
-        tensor_bytes: measured peak of bytes in tensors by rank; empty on GPUs, where the allocator's peak is that.
+        tensor_bytes: measured peak of bytes in tensors by rank; empty on GPUs, where the allocator's peak is that, and
+            in compiled code.
     """
 
     plan: str

@@ -22,7 +22,8 @@ class BaselineTrainer:
         step: trains on the batch once; the shares of all ranks add up to the mean loss.
         close: releases what training holds.
         stats: measurements of all ranks in the last step; a call of all ranks. None for baselines without a plan.
-        tensor_peaks: does a step that counts peak bytes in tensors, by rank. None on GPUs and without a plan.
+        tensor_peaks: does a step that counts peak bytes in tensors, by rank. None on GPUs, without a plan, and where
+            stages are compiled.
     """
 
     step: Callable[[], LossShare]

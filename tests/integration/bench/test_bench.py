@@ -94,6 +94,14 @@ def test_the_timeline_of_a_measured_step_is_sound(finished: BenchOutput) -> None
     assert len([e for e in trace["traceEvents"] if e["ph"] == "s"]) == 8
 
 
+@pytest.mark.full
+def test_compiled_stages_on_cpu_have_the_memory_of_processes_alone() -> None:
+    done = run_bench(request(only=("autopar",), compile=True, microbatch_sizes=()))
+    (row,) = done.result.rows
+    assert row.reason is None, row.reason
+    assert row.pipeline is not None and row.pipeline.tensor_bytes == () and min(row.peak_bytes) > 0
+
+
 def test_a_picture_is_drawn(finished: BenchOutput, tmp_path: Path) -> None:
     failed = replace(finished.result.row("plain"), median_seconds=None, samples_per_second=None, reason="out of memory")
     rows = tuple(failed if row.contestant == "plain" else row for row in finished.result.rows)

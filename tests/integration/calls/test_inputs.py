@@ -305,3 +305,18 @@ def test_calls_after_close(devices: int) -> None:
     for call in (lambda: pm(X), lambda: pm.forward_backward(X, Y), pm.state_dict, pm.gradients):
         with pytest.raises(UsageError, match=r"close.*parallelize again"):
             call()
+
+
+def test_tensors_inside_of_compiled_stages_are_not_counted_on_cpu() -> None:
+    with autopar.parallelize(
+        mlp(),
+        1,
+        X,
+        plan=plan_by_hand(mlp(), X, 3, []),
+        optimizer=torch.optim.SGD,
+        loss_fn=F.cross_entropy,
+        compile=True,
+    ) as pm:
+        with pytest.raises(UsageError, match=r"cannot be counted on CPU\. Pass compile=False"):
+            pm.measure_memory(X, Y)
+        assert pm.state_dict().keys() == mlp().state_dict().keys()  # the model goes on

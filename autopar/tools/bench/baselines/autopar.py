@@ -44,8 +44,8 @@ def run_plan(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
         result = pm.train_step(x, y)
         return lambda: result.loss / worker.world
 
-    on_cpu = worker.device.type == "cpu"
-    return BaselineTrainer(step, pm.close, pm.stats, (lambda: pm.measure_memory(x, y)) if on_cpu else None)
+    counts = worker.device.type == "cpu" and not task.request.compile
+    return BaselineTrainer(step, pm.close, pm.stats, (lambda: pm.measure_memory(x, y)) if counts else None)
 
 
 def limit_memory(num_bytes: int, device: torch.device) -> None:
