@@ -156,7 +156,7 @@ class JoinAnalysis:
                 return
             after = join if join.kind == "unknown" else after
         sharing = {name for names in self.whole.colocated if op.name in names for name in names}
-        lost = {value.name for o in self.whole.ops if o.name in sharing for value in o.outputs}
+        lost = {value.name for o in self.whole.ops if o.name in sharing and returns_view(o) for value in o.outputs}
         written = op.args[0].name
         while written in self.whole.producer and returns_view(self.whole.producer[written]):
             written = self.whole.producer[written].args[0].name

@@ -8,7 +8,7 @@ import linecache
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,12 +91,17 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     training = {module: module.training for module in model.modules()}
     own_backward: set[str] = set()
     before, after = numbers_of(model), {}
+    buffers: dict[str, torch.Tensor] = {}
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        buffers.update(module.named_buffers(remove_duplicate=False))
 
     def after_forward(module: nn.Module, _: Any, output: Any) -> None:
         own_backward.update(custom_functions(output))
         after.update(numbers_of(module))
+        keep_buffers(module, buffers)
 
-    hook = model.register_forward_hook(after_forward)
+    hooks = model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)
     said = io.StringIO()  # when torch refuses a model, it prints the graph traced so far
     try:
         if model.training != (mode == "train"):  # keeps submodules that a training model has in eval mode (frozen)
@@ -110,7 +115,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         set_numbers(model, {key: before[key] for key in differing(before, numbers_of(model))})
         for module, flag in training.items():
             module.training = flag
@@ -135,6 +141,24 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
             "or detach() what it computes."
         )
     return program
+
+
+def keep_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Write what a forward assigned to buffers of submodules into them.
+
+    torch.export loses such assignments (2.11 to 2.15); it writes those of the model's own buffers itself. A buffer that
+    gets another shape stays as it was: the forward that is traced makes it anew, and so does every step.
+
+    Args:
+        buffers: before the forward.
+    """
+    now = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in buffers.items():
+        assigned, (path, _, attribute) = now.get(name, buffer), name.rpartition(".")
+        if path and assigned is not buffer:
+            setattr(model.get_submodule(path), attribute, buffer)
+            if assigned.shape == buffer.shape:
+                buffer.copy_(assigned.detach())
 
 
 def custom_functions(output: Any) -> set[str]:

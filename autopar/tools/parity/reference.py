@@ -5,6 +5,7 @@ Batch norm uses microbatch statistics as under the plan; its running statistics 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,8 +66,7 @@ class Reference:
         modes: tuple[Mode, ...] = ("train", "eval")
         self.whole = {mode: shapes_of(output_in(self.model, batch, mode)) for mode in modes}
         self.loss_fn, self.microbatches, self.replicas = loss_fn, pm.plan.microbatches, pm.plan.mesh.dp
-        first = [buffer.detach().clone() for buffer in self.model.buffers()]
-        self.buffers = dict.fromkeys(range(1, self.replicas), first)  # the model itself has replica 0's
+        self.buffers = [self.own_buffers(), *(copy.deepcopy(self.own_buffers()) for _ in range(1, self.replicas))]
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         use_fused_kernels(self.optimizer)  # as ranks do: rounding differences of other kernels flip rectifiers
 
@@ -126,15 +126,19 @@ class Reference:
     @contextmanager
     def replica(self, number: int) -> Iterator[None]:
         """Within ``with``, the model has the buffers of a replica; outside it has the first replica's."""
-        buffers = list(self.model.buffers())
-        first = [buffer.detach().clone() for buffer in buffers]
-        for buffer, kept in zip(buffers, self.buffers.get(number, first), strict=True):
-            buffer.data.copy_(kept)
+        self.set_buffers(self.buffers[number])
         yield
-        if number:
-            self.buffers[number] = [buffer.detach().clone() for buffer in buffers]
-            for buffer, kept in zip(buffers, first, strict=True):
-                buffer.data.copy_(kept)
+        self.buffers[number] = self.own_buffers()  # a forward may have made new ones, of another shape
+        self.set_buffers(self.buffers[0])
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that the model has now, by all of their names."""
+        return dict(self.model.named_buffers(remove_duplicate=False))
+
+    def set_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
+        for name, buffer in buffers.items():
+            path, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(path), attribute, buffer)
 
     def gradients(self) -> Named:
         scale = self.scaler.get_scale()

@@ -129,6 +129,41 @@ def test_two_inputs_and_a_dict_of_outputs_are_equal_on_two_devices():
     assert counts["outputs, eval mode"] == 3
 
 
+class Positions(nn.Module):
+    """Makes its buffer anew at the first forward, in another shape, as ConViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.positions) != x.shape[1]:
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+        return x + self.positions
+
+
+class Average(nn.Module):
+    """Subtracts a moving average, which each forward in training assigns to its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x - self.average
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.mean(0).detach()
+        return result
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}])
+def test_models_that_assign_to_buffers_are_equal_to_one_device(mesh: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Positions(), Average(), nn.Linear(4, 4), Average())
+    parity = compare(model, torch.randn(8, 4), **mesh, microbatches=2)
+    assert parity.ok, [row for row in parity.rows if not row.ok]
+    assert any(row.quantity.startswith("buffers") and row.num_tensors == 2 for row in parity.rows)
+
+
 def test_arguments_of_compare():
     with pytest.raises(UsageError, match="steps=0 must be at least 1"):
         compare(nn.Linear(2, 2), torch.ones(2, 2), steps=0)
