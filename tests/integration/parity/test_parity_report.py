@@ -157,7 +157,7 @@ class Average(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}])
-def test_models_that_assign_to_buffers_are_equal_to_one_device(mesh: dict[str, int]) -> None:
+def test_models_that_assign_to_buffers_are_equal_to_one_device(mesh: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Positions(), Average(), nn.Linear(4, 4), Average())
     parity = compare(model, torch.randn(8, 4), **mesh, microbatches=2)
     assert parity.ok, [row for row in parity.rows if not row.ok]
