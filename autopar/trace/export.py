@@ -146,8 +146,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
 def keep_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Write what a forward assigned to buffers of submodules into them.
 
-    torch.export loses such assignments (2.11 to 2.15); it writes those of the model's own buffers itself. A buffer that
-    gets another shape stays as it was: the forward that is traced makes it anew, and so does every step.
+    torch.export loses such assignments (torch 2.15); it writes those of the model's own buffers itself. A buffer that
+    is replaced by one of another shape keeps its first value, so that every step replaces it as the traced forward did.
 
     Args:
         buffers: before the forward.

@@ -20,5 +20,5 @@ def price(
     groups: tuple[Group, ...] | None = None,
     factors: Factors = NO_FACTORS,
 ) -> CostGraph:
-    """As `cost_graph.price`, with a pricing of its own."""
+    """The cost graph of a graph whose `Pricing` a test does not need otherwise."""
     return cost_graph.price(Pricing(graph, stats, hardware, batch, sharing.tp), sharing, groups, factors)

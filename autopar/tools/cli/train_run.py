@@ -157,7 +157,8 @@ def run_to_the_end(asked: Run) -> None:
         if asked.restarts and run_on_rank_zero(partial(is_finished, asked, checkpoint), broadcast_from_rank0):
             return
     torch.manual_seed(asked.seed)
-    torch.backends.cudnn.benchmark = True  # sizes do not change: prices of convolutions assume the fastest algorithms
+    if torch.cuda.is_available():  # prices of convolutions assume the fastest algorithms, and sizes do not change
+        torch.backends.cudnn.benchmark = True
     model = source.build("cpu")
     example = torch.empty(asked.at_once, *data.form.shape, device="meta")
     if source.channels_last:
