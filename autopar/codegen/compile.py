@@ -20,8 +20,9 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.activation_checkpoint import Segment
-from autopar.codegen.regions import numbered_ops
+from autopar.codegen.regions import numbered_ops, with_random_arguments
 from autopar.ir.graph import Op, Value
+from autopar.ops.gradient_layout import CHANNELS_LAST
 
 Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 
@@ -76,33 +77,38 @@ def compiled_region(
     values: Mapping[str, Value],
     weights: Mapping[str, Tensor],
     emit: Emit,
+    device: torch.device,
     recompute: bool = False,
     keep_order: bool = False,
 ) -> CompiledRegion:
     """A region that torch.compile compiles at its first call, unless an equal region has been compiled.
 
     Equal regions have equal operations and constants, and equal shapes, dtypes and strides of all values and weights
-    that enter. Blocks that draw random numbers differ: the code holds each operation's random stream.
+    that enter. What differs in their random masks enters as tensors.
 
     Args:
         values: the values that operations read, by name; weights are not among them.
         weights: tensors of the weights by name.
         emit: makes a module from operations, names of arguments, and names of results.
+        device: on which the region runs.
         recompute: checkpoint the region: save only its inputs.
         keep_order: run collectives in the order of the trace, as other ranks do whose shapes differ.
     """
-    own = tuple(dict.fromkeys(name for op in region.ops for name in op.reads if name in weights))
-    numbered = numbered_ops(region.ops, own, region.reads)
+    ops, numbers = with_random_arguments(region.ops)
+    held = {name: weights[name] for op in region.ops for name in op.reads if name in weights}
+    held |= {name: number.to(device) for name, number in numbers.items()}
+    own = tuple(held)
+    numbered = numbered_ops(ops, own, region.reads)
     arguments, results = (*own, *region.reads), region.makes
     module = emit(numbered.ops, [numbered.names[n] for n in arguments], [numbered.names[n] for n in results])
-    held = [weights[name] for name in own]
-    taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
+    keep_gradient_layouts(module, [values[name] for name in region.reads])
+    taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held.values()]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
     key = f"{module.code}\n{taken}\n{recompute}\n{keep_order}"
     call = COMPILED_REGIONS.pop(key, None)
     if call is None:
         whole = with_checkpoint(module, region.is_random) if recompute else module
-        options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else {}
+        options = norm_options(region.ops) if device.type == "cuda" else {}
         if keep_order:
             from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
@@ -111,7 +117,31 @@ def compiled_region(
     COMPILED_REGIONS[key] = call
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
-    return CompiledRegion(call, held)
+    return CompiledRegion(call, list(held.values()))
+
+
+def keep_gradient_layouts(region: fx.GraphModule, reads: Sequence[Value]) -> None:
+    """Have a region return the gradients of the values that it reads, its last arguments, in the values' layouts.
+
+    Compiled backwards take no others. torch.compile returns a gradient in the layout that eager kernels would give it,
+    which is transposed where a sum begins with the gradient of a transposed reader.
+    """
+    for node, value in zip(region.graph.find_nodes(op="placeholder")[-len(reads) or None :], reads):
+        if not value.requires_grad or not node.users:
+            continue
+        with region.graph.inserting_before(next(iter(node.users))):
+            kept = region.graph.call_function(
+                torch.ops.autopar.gradient_layout.default, (node, is_channels_last(value))
+            )
+        node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+    region.recompile()
+
+
+def is_channels_last(value: Value) -> bool:
+    """Whether a value is in channels last, and not contiguous too."""
+    like = torch.empty_strided(value.shape, value.stride, device="meta")
+    memory_format = CHANNELS_LAST.get(like.dim())
+    return memory_format is not None and not like.is_contiguous() and like.is_contiguous(memory_format=memory_format)
 
 
 def gradient_of(result: Value) -> Value:
@@ -123,9 +153,7 @@ def gradient_of(result: Value) -> Value:
     """
     if getattr(functorch_config, "guess_tangent_strides_as_outputs", False):
         return result
-    like = torch.empty_strided(result.shape, result.stride, device="meta")
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
-    if channels_last is not None and like.is_contiguous(memory_format=channels_last):
+    if is_channels_last(result):
         return result
     return replace(result, stride=torch.empty(result.shape, device="meta").stride())
 

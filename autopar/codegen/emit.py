@@ -73,7 +73,7 @@ def graph_module(
         return emit_module(ops, arguments, results, {}, device, axes, "Region")
 
     def compile_region(region: Segment, recompute: bool = False) -> nn.Module:
-        return compiled_region(region, values, attributes, emit_region, recompute, program.shapes_differ)
+        return compiled_region(region, values, attributes, emit_region, device, recompute, program.shapes_differ)
 
     size, bounds = len(program.ops), program.segments
     first, end = (bounds[0], bounds[-1]) if bounds else (size, size)

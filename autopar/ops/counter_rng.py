@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +40,12 @@ NO_SAMPLE = WORD  # the sample of tensors without samples
 # 15 at 4 Ki and 14 at 128 Ki; torch's own dropout took 10.
 TILE = 1 << 14
 
-torch.library.define(
-    "autopar::uniform",
-    "(Tensor draws, int[] shape, str name, int sample_dim, int sample_outer, int split_dim=-1, int split_outer=1, "
-    "int ranks=1, str axis='', int[]? ragged=None) -> Tensor",
+PART = (
+    "int sample_dim, int sample_outer, int split_dim=-1, int split_outer=1, int ranks=1, str axis='', "
+    "int[]? ragged=None"
 )
+torch.library.define("autopar::uniform", f"(Tensor draws, int[] shape, str name, {PART}) -> Tensor")
+torch.library.define("autopar::uniform_numbered", f"(Tensor draws, Tensor number, int[] shape, {PART}) -> Tensor")
 
 
 def counter_rows(seed: int, step: int, first: int, count: int) -> Tensor:
@@ -160,23 +162,32 @@ def local_shape(
     return split_layout(split_dim, split_outer, unit=unit).local_shape(shape, {TP: ranks}, {TP: rank})
 
 
-# -- the operator ----------------------------------------------------------------------------------------------------
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+Generate = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-def uniform(
-    draws: Tensor, shape: Sequence[int], name: str, sample_dim: int, sample_outer: int, split_dim: int = -1,
-    split_outer: int = 1, ranks: int = 1, axis: str = "", ragged: Sequence[int] | None = None, *,
-    generate: Callable[[Tensor, Tensor, str], Tensor],
-) -> Tensor:  # fmt: skip
+def uniform(draws: Tensor, shape: Sequence[int], name: str, *part: Any, generate: Generate) -> Tensor:
     """Uniform float32 numbers in [0, 1), multiples of 2**-24.
 
     Args:
         draws: [samples, 4], a row per sample; only the first row counts where the tensor has no samples. shape: of the
-        result before it is split over ranks. name: of the operation that draws. sample_dim, sample_outer: the dim that
-        is (outer, samples, rest); a negative dim means that no dim holds samples. split_dim, split_outer, ranks, axis:
-        this rank draws its part of the dim that is (outer, ranks, rest), if any. ragged: as in
-        `autopar.ops.collectives`. generate: `generate_whole`,
-        `generate_tiled` or `generate_triton`.
+        result before it is split over ranks. name: of the operation that draws. part: as in `uniform_numbered`.
+        generate: `generate_whole`, `generate_tiled` or `generate_triton`.
+    """
+    return uniform_numbered(draws, name_hash(name), shape, *part, generate=generate)
+
+
+def uniform_numbered(
+    draws: Tensor, number: Tensor | int, shape: Sequence[int], sample_dim: int, sample_outer: int, split_dim: int = -1,
+    split_outer: int = 1, ranks: int = 1, axis: str = "", ragged: Sequence[int] | None = None, *, generate: Generate,
+) -> Tensor:  # fmt: skip
+    """As `uniform`, for the hash of a name: an int64 tensor [] where code is shared by operations of other names.
+
+    Args:
+        sample_dim, sample_outer: the dim that is (outer, samples, rest); a negative dim means that no dim holds
+        samples. split_dim, split_outer, ranks, axis: this rank draws its part of the dim that is (outer, ranks, rest),
+        if any. ragged: as in `autopar.ops.collectives`.
     """
     if draws.is_meta:  # needs no communicator
         _, unit, rank = ragged or (0, 0, 0)
@@ -189,39 +200,39 @@ def uniform(
     runs = element_runs(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank, unit)
     first = torch.arange(runs.runs, device=draws.device) * runs.pitch + runs.start
     counters = (first // WORDS)[:, None] + torch.arange(runs.width, device=draws.device)
-    return arrange(generate(counters.flatten(), draws, name), first, runs)
+    return arrange(generate(counters.flatten(), draws, number), first, runs)
 
 
-def generate_whole(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+def generate_whole(counters: Tensor, draws: Tensor, number: Tensor | int) -> Tensor:
     """Numbers of all counters for each sample, [samples, counters, 4]. A compiler fuses this into one pass."""
-    return torch.stack(uniform_words(counters, draws, name, in_place=False), -1)
+    return torch.stack(uniform_words(counters, draws, number, in_place=False), -1)
 
 
-def generate_tiled(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+def generate_tiled(counters: Tensor, draws: Tensor, number: int) -> Tensor:
     """As `generate_whole`, in tiles that stay in a CPU's cache."""
     numbers = draws.new_empty(len(draws), len(counters), WORDS, dtype=torch.float32)
     tile = TILE * torch.get_num_threads()
     samples = max(1, tile // max(1, len(counters)))
     for some_draws, into in zip(draws.split(samples), numbers.split(samples)):
         for some_counters, made in zip(counters.split(tile), into.split(tile, 1)):
-            for word, values in enumerate(uniform_words(some_counters, some_draws, name, in_place=True)):
+            for word, values in enumerate(uniform_words(some_counters, some_draws, number, in_place=True)):
                 made[..., word] = values
     return numbers
 
 
-def generate_triton(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+def generate_triton(counters: Tensor, draws: Tensor, number: int) -> Tensor:
     """As `generate_whole`, on a GPU in one Triton kernel."""
     from autopar.ops.kernels.philox import generate
 
-    return generate(counters, draws, name_hash(name), ROUNDS)
+    return generate(counters, draws, number, ROUNDS)
 
 
-def uniform_words(counters: Tensor, draws: Tensor, name: str, in_place: bool) -> tuple[Tensor, ...]:
+def uniform_words(counters: Tensor, draws: Tensor, number: Tensor | int, in_place: bool) -> tuple[Tensor, ...]:
     """The four numbers of each counter, four tensors [samples, counters]."""
     seed_low, seed_high, step, sample = draws[:, :, None].unbind(1)
-    number = torch.full_like(sample, name_hash(name))
+    numbers = torch.zeros_like(sample) + number
     # The mask changes no value. Without it inductor multiplies a plain range as an index, in 32 bits.
-    words = philox((counters & WORD, number, sample, step), (seed_low, seed_high), in_place)
+    words = philox((counters & WORD, numbers, sample, step), (seed_low, seed_high), in_place)
     return tuple((word >> (32 - BITS)).to(torch.float32) * 2.0**-BITS for word in words)
 
 
@@ -246,5 +257,8 @@ def arrange(numbers: Tensor, first: Tensor, runs: ElementRuns) -> Tensor:
 # Compilers trace through the composite; eager calls find the kernels of their devices first.
 torch.library.impl("autopar::uniform", "CompositeImplicitAutograd", partial(uniform, generate=generate_whole))
 torch.library.impl("autopar::uniform", "CPU", partial(uniform, generate=generate_tiled))
+torch.library.impl(
+    "autopar::uniform_numbered", "CompositeImplicitAutograd", partial(uniform_numbered, generate=generate_whole)
+)
 if find_spec("triton"):
     torch.library.impl("autopar::uniform", "CUDA", partial(uniform, generate=generate_triton))

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.collectives import empty_resized
-
 
 class MainGradOwner(Protocol):
     """Owner of one weight's main gradient."""
@@ -65,37 +63,42 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
 
 @torch.library.custom_op("autopar::linear_wgrad_fused_backward", mutates_args=())
 def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """The gradient of x [..., in]; the gradient of ``weight`` [out, in] is added to the main gradient.
+    """The gradient of x [rows, in]; the gradient of ``weight`` [out, in] is added to the main gradient.
 
     Args:
-        gradient: of the layer's output, [..., out].
+        gradient: of the layer's output, [rows, out].
         key: names the main gradient.
     """
-    owner, rows = OWNERS[key.data_ptr()], gradient.flatten(0, -2)
-    made = (rows @ weight).view(x.shape)
+    owner = OWNERS[key.data_ptr()]
+    made = gradient @ weight
     # ``data``: autograd would report a buffer that was modified since the forward.
-    add_product(owner.buffer().data, rows.t(), x.flatten(0, -2), owner.is_initialized())
+    add_product(owner.buffer().data, gradient.t(), x, owner.is_initialized())
     owner.mark_accumulated()
     return made
 
 
 @linear_wgrad_fused_backward.register_fake
 def _like_x(gradient: Tensor, x: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    return empty_resized(x, {})
+    return gradient.new_empty(x.shape)
 
 
 class _LinearWgradFused(torch.autograd.Function):
+    """Rows are made outside of the operator, so that a compiler fuses the copies of transposed operands."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, key)
-        return F.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, weight, key)
+        ctx.shape = x.shape
+        return F.linear(rows, weight, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, key = ctx.saved_tensors
-        for_x = linear_wgrad_fused_backward(gradient, x, weight, key)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        for_x = linear_wgrad_fused_backward(rows, x, weight, key).view(ctx.shape)
         # After the operator: a compiler would compute the gradient twice if the bias sum came first.
-        return for_x, None, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None
+        return for_x, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 torch.library.define("autopar::linear_wgrad_fused", "(Tensor x, Tensor weight, Tensor? bias, Tensor key) -> Tensor")

@@ -18,6 +18,7 @@ from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
 from autopar.trace.passes import bf16_params
 from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
+from autopar.trace.passes.layouts import contiguous_borders
 from autopar.trace.passes.precision import apply_precision, low_param_dtype
 from autopar.trace.passes.random_ops import use_counter_rng
 from autopar.trace.shared_memory import check_shared_memory
@@ -31,8 +32,9 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
        writes autocast regions of the model as casts, and drops trivial attention masks.
     2. `with_masters` (``bf16-params``): parameters become bfloat16 compute copies of FP32 masters.
     3. `apply_precision` (``bf16``, ``fp16``): casts, where `torch.autocast` would insert them.
-    4. `use_counter_rng`: random operations become functions of counters. Last, since a random mask has the dtype of the
-       tensor that it is drawn for, which casts change.
+    4. `use_counter_rng`: random operations become functions of counters. After casts, since a random mask has the
+       dtype of the tensor that it is drawn for, which casts change.
+    5. `contiguous_borders`: values that compiled regions hand on are copied once where their layout is transposed.
 
     Args:
         call: the call at the microbatch size.
@@ -55,7 +57,8 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
     if low is not None:
         graph = with_masters(graph, {n: p.dtype for n, p in model.named_parameters()}, call.leaves)
     graph = apply_precision(graph, precision)
-    return use_counter_rng(graph, lambda: trace_at_batch(traced, traced_call, 2 * call.batch, mode))
+    graph = use_counter_rng(graph, lambda: trace_at_batch(traced, traced_call, 2 * call.batch, mode))
+    return contiguous_borders(graph)
 
 
 def in_low_dtype(model: nn.Module, call: Call, low: torch.dtype) -> tuple[nn.Module, Call]:

@@ -13,6 +13,7 @@ from autopar.codegen.fusions.async_tp import fuse_async_tp
 from autopar.ir.graph import Op, Ref
 from autopar.ir.names import unused_name
 from autopar.ir.program import Program
+from autopar.ops.alignment import is_aligned
 from autopar.ops.regions import writes_into_value
 from autopar.ops.registry import differentiable_inputs, named_arguments, operand_of, signature
 from autopar.sharding.fuse_linear import is_layer
@@ -29,7 +30,7 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
 
     A layer is fused if nothing else reads its weight, its input needs a gradient, and its main gradient, or that one's
     key, is a contiguous matrix of a dtype that the GEMM supports. Layers that `fuse_async_tp` fuses with a collective
-    are left.
+    are left, and those whose rows tensor cores cannot load: torch.compile pads these for its own products.
     """
     if program.mode != "train":
         return program, {}
@@ -56,8 +57,10 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
             return op
         x, weight, bias = layers[op.name]
         total = sums(weight.name) if x.name in needed else None
-        products = torch.float32, getattr(torch, op.outputs[0].dtype)
-        if total is None or total.ndim != 2 or total.dtype not in products or not total.is_contiguous():
+        low = getattr(torch, op.outputs[0].dtype)
+        if total is None or total.ndim != 2 or total.dtype not in (torch.float32, low) or not total.is_contiguous():
+            return op
+        if not all(is_aligned(size, op.outputs[0].dtype) for size in total.shape):
             return op
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from autopar.cost.fusion.fused_graph import FusedGraph
 from autopar.cost.fusion.kernel import Access, Direction, FusedKernel
-from autopar.cost.ops.kernel_shapes import TENSOR_CORE_BYTES, has_padded_channels, is_aligned, padded
+from autopar.cost.ops.kernel_shapes import has_padded_channels, padded
 from autopar.ir.graph import DTYPE_BYTES, Op
+from autopar.ops.alignment import TENSOR_CORE_BYTES, is_aligned
 from autopar.ops.registry import Operand
 from autopar.sharding.fuse_linear import is_layer
 
@@ -91,7 +92,7 @@ def copy(direction: Direction, op: Op, name: str, is_transposed: bool, row: int 
 def has_unaligned_rows(name: str, fused: FusedGraph) -> bool:
     """Whether rows of a value do not begin at addresses from which tensor cores load."""
     value = fused.operands[name]
-    return not is_aligned(value.shape[-1], value.dtype, TENSOR_CORE_BYTES)
+    return not is_aligned(value.shape[-1], value.dtype)
 
 
 def is_read_strided(name: str, fused: FusedGraph) -> bool:

@@ -11,6 +11,7 @@ from math import ceil, prod
 
 from autopar.cost.ops.op_stats import ATTENTION
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
+from autopar.ops.alignment import FULL_SPEED_BYTES, TENSOR_CORE_BYTES, is_aligned
 from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import LINEAR
 
@@ -67,9 +68,6 @@ BACKWARD = Tiles(queries=128, keys=64, start=64)
 
 # -- products ------------------------------------------------------------------------------------------------------
 
-# NVIDIA's "Matrix Multiplication Background User's Guide": tensor cores need rows that begin at multiples of 16 bytes,
-# and reach full speed at multiples of 128.
-TENSOR_CORE_BYTES, FULL_SPEED_BYTES = 16, 128
 # Rows of 196 elements (mixer_b16_224): 148 to 218 us for products that take 44 us at the rate of aligned ones.
 UNALIGNED_SLOWDOWN = 4.0
 HALF_ALIGNED_SLOWDOWN = 1.1  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
@@ -114,7 +112,7 @@ def has_padded_channels(op: Op, graph: Graph) -> bool:
         return False
     given, (_, channels, *_) = named_arguments(op), graph.shapes[op.reads[0]]
     is_patch = [*given["stride"]] == [*graph.shapes[op.reads[1]][2:]] and not any(given["padding"])
-    return not is_patch and not is_aligned(channels, op.outputs[0].dtype, TENSOR_CORE_BYTES)
+    return not is_patch and not is_aligned(channels, op.outputs[0].dtype)
 
 
 def convolution_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
@@ -144,11 +142,6 @@ def alignment_slowdown(row_lengths: Sequence[int], dtype: str) -> float:
     Args:
         row_lengths: elements of the last dims of its operands and results.
     """
-    if any(not is_aligned(length, dtype, TENSOR_CORE_BYTES) for length in row_lengths):
+    if any(not is_aligned(length, dtype) for length in row_lengths):
         return UNALIGNED_SLOWDOWN
     return 1.0 if all(is_aligned(length, dtype, FULL_SPEED_BYTES) for length in row_lengths) else HALF_ALIGNED_SLOWDOWN
-
-
-def is_aligned(row_length: int, dtype: str, multiple: int) -> bool:
-    """Whether dense rows of so many elements begin at multiples of so many bytes."""
-    return row_length * DTYPE_BYTES[dtype] % multiple == 0

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from autopar.cost.ops.op_stats import OpStats
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ir.hardware import Hardware
+from autopar.ops.alignment import is_aligned
 from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import is_layer
 
@@ -77,7 +78,7 @@ def grad_accumulation_bytes(
 
 
 def fused_wgrad_weights(graph: Graph, hardware: Hardware) -> frozenset[str]:
-    """Weights whose compiled linear layer accumulates into the main gradient: weights with a single reader.
+    """Weights whose compiled linear layer accumulates into the main gradient: aligned ones with a single reader.
 
     Error: layers that are fused with a collective do not accumulate, but are counted here. Layers that do accumulate
         write no separate weight gradient, which is counted nevertheless.
@@ -86,4 +87,6 @@ def fused_wgrad_weights(graph: Graph, hardware: Hardware) -> frozenset[str]:
         return frozenset()
     reads = Counter(name for op in graph.ops for name in op.reads)
     layers = (op for op in graph.ops if is_layer(op) and graph.readable[op.reads[0]].requires_grad)
-    return frozenset(op.reads[1] for op in layers if reads[op.reads[1]] == 1)
+    weights = {op.reads[1]: op.outputs[0].dtype for op in layers if reads[op.reads[1]] == 1}
+    shapes = graph.shapes
+    return frozenset(name for name, low in weights.items() if all(is_aligned(size, low) for size in shapes[name]))

@@ -108,6 +108,89 @@ def test_equal_blocks_are_compiled_once(quick_compiler: list[Any]) -> None:
         assert len(quick_compiler) == 3  # what is before the blocks, a block, what is behind
 
 
+class StochasticDepth(nn.Module):
+    """Blocks that are dropped at rates which grow from block to block, as timm and torchvision write them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.rates = kind, [0.1, 0.2, 0.5]
+        self.blocks = nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8), nn.GELU()] * 4, Dropped()) for _ in self.rates)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, rate in zip(self.blocks, self.rates, strict=True):
+            block[-1].kind, block[-1].rate = self.kind, rate
+            x = block(x)
+        return x
+
+
+class Dropped(nn.Module):
+    kind, rate = "", 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_empty(len(x), *[1] * (x.ndim - 1))
+        if self.kind == "rand":
+            return x * (torch.rand_like(mask) >= self.rate)
+        mask = mask.bernoulli_(1 - self.rate)
+        return x * (mask.div_(1 - self.rate) if self.kind == "div" else mask * (1 / (1 - self.rate)))
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("div", "fp32"), ("div", "bf16"), ("mul", "bf16"), ("rand", "fp32")])
+def test_blocks_that_drop_at_other_rates_are_compiled_once(
+    kind: str, precision: Any, quick_compiler: list[Any]
+) -> None:
+    model, x, y = StochasticDepth(kind), torch.randn(64, 8), torch.randint(0, 8, (64,))
+    runs: list[list[float]] = []
+    for compiles in (False, True):
+        with autopar.parallelize(
+            model, 1, x, loss_fn=F.cross_entropy, optimizer=ADAMW, precision=precision, microbatches=2, compile=compiles
+        ) as pm:
+            runs.append([pm.train_step(x, y).loss for _ in range(3)])
+    assert runs[0] == pytest.approx(runs[1], abs=1e-6 if precision == "fp32" else 1e-3)
+    assert len(set(runs[0])) == 3
+    assert len(quick_compiler) == 2  # the first of three blocks, whose input needs no gradient, and the others
+
+
+class Mixes(nn.Module):
+    """A block whose first summand of the input's gradient is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(8), nn.Sequential(*[nn.Linear(6, 6), nn.GELU()] * 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2) + x
+
+
+class Convolves(nn.Module):
+    """A block whose first summand of the input's gradient is contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(*[nn.Linear(4, 4), nn.GELU()] * 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x.contiguous()).contiguous(memory_format=torch.channels_last) + x
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "memory_format"),
+    [(Mixes, (2, 6, 8), torch.contiguous_format), (Convolves, (2, 3, 4, 4), torch.channels_last)],
+)
+def test_a_region_returns_gradients_in_the_layout_of_its_inputs(
+    block: type[nn.Module], shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    x = torch.randn(shape).contiguous(memory_format=memory_format)
+    model = nn.Sequential(block(), block())
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
+    _, second = (part for part in module.modules() if isinstance(part, compiled.CompiledRegion))
+    x = x.requires_grad_()
+    (gradient,) = torch.autograd.grad(second(x), x, (torch.randn_like(x),))
+    assert gradient.is_contiguous(memory_format=memory_format)
+    assert torch.equal(gradient, gradient.contiguous(memory_format=memory_format))
+
+
 def test_compiled_functions_of_old_shapes_are_dropped(
     quick_compiler: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,7 +214,7 @@ def test_the_kernel_of_gpus_draws_the_same() -> None:
     code = (
         "import torch, autopar.ops.counter_rng as r; counters = torch.arange(5, 2000, 3);"
         "draws = r.counter_rows(1 << 40, 7, 3, 2);"
-        "made = r.generate_triton(counters, draws, 'op'); wanted = r.generate_tiled(counters, draws, 'op');"
+        "made = r.generate_triton(counters, draws, 7); wanted = r.generate_tiled(counters, draws, 7);"
         "assert made.shape == (2, 665, 4) and torch.equal(made, wanted); print('same')"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TRITON_INTERPRET": "1"}
