@@ -46,6 +46,8 @@ class RankResult:
         seconds: of each timed step.
         losses: this rank's share of the loss of each step in order, warm-up included.
         peak_bytes: peak memory over all steps: of the allocator on a GPU, growth of the process on CPU.
+        first_step_seconds: from the start of building to the end of the first warm-up step, compilation included; 0
+            without warm-up.
         step_ns: host clock before and after each inspected step, with an idle device. On CPU these are the timed steps.
         steps: spans of each inspected step, from rank 0 of baselines that run a plan.
         tensor_bytes: peak bytes in tensors by rank, for baselines that count them.
@@ -56,6 +58,7 @@ class RankResult:
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     peak_bytes: int
+    first_step_seconds: float = 0.0
     step_ns: tuple[tuple[int, int], ...] = ()
     steps: tuple[StepSpans, ...] = ()
     tensor_bytes: Mapping[int, int] = field(default_factory=dict)

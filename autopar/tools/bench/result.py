@@ -47,6 +47,8 @@ class BenchRow:
         step_seconds: of every timed step, on its slowest rank.
         losses: mean loss of every step, warm-up included.
         peak_bytes: by rank.
+        first_step_seconds: from the start of building to the end of the first step, on the slowest rank; 0 if no step
+            was untimed. Planning does not count, compilation does, as far as torch's caches on disk do not have it.
         reason: why there are no measurements.
         note: on losses that differ from the reference's.
         best: whether this is the fastest variant of its baseline.
@@ -63,6 +65,7 @@ class BenchRow:
     samples_per_second: float | None = None
     tflops_per_device: float | None = None
     peak_bytes: tuple[int, ...] = ()
+    first_step_seconds: float = 0.0
     losses: tuple[float, ...] = ()
     pipeline: PipelineResult | None = None
     reason: str | None = None

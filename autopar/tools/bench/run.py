@@ -115,7 +115,7 @@ class Bench:
             constraints["memory"] = psutil.virtual_memory().total // request.devices
         self.constraints = constraints
         self.plan = self.make_plan(request.devices, **constraints)
-        self.context = BenchContext(self.plan, request.compile, request.microbatch_sizes)
+        self.context = BenchContext(self.plan, request.compile, machine.device_type == "cuda", request.microbatch_sizes)
         self.baselines = choose(request.only, request.skip, self.context)
         self.rows: list[BenchRow] = []
         self.trace: dict[str, Any] | None = None
@@ -239,6 +239,7 @@ class Bench:
             row.with_seconds(seconds, self.request.shape[0], self.flops),
             peak_bytes=tuple(rank.peak_bytes for rank in outcome.ranks),
             losses=tuple(map(sum, zip(*(rank.losses for rank in outcome.ranks), strict=True))),
+            first_step_seconds=max(rank.first_step_seconds for rank in outcome.ranks),
         )
         if baseline_plan is not None:
             row = replace(row, pipeline=pipeline_result(baseline_plan, outcome.ranks[0], seconds))

@@ -76,15 +76,18 @@ def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", device_id=worker.device if on_gpu else None, timeout=GROUP_TIMEOUT
         )
+    started = time.perf_counter()
     trainer = BUILDERS[task.baseline](task, worker)
     gc.collect()
     barrier = make_barrier(worker)
     base_bytes = reset_peak(worker.device)
     losses: list[float] = []
+    first_step_seconds = 0.0
     for i in range(task.request.warmup):
         print_progress(f"warm-up step {i + 1} of {task.request.warmup}")
         barrier()
         losses.append(trainer.step()())
+        first_step_seconds = first_step_seconds or time.perf_counter() - started
     seconds: list[float] = []
     if on_gpu:
         print_progress(f"{task.request.steps} steps")
@@ -106,6 +109,7 @@ def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
         seconds=tuple(seconds),
         losses=tuple(losses),
         peak_bytes=peak,
+        first_step_seconds=first_step_seconds,
         tensor_bytes=tensor_bytes,
         step_ns=tuple((step.start_ns, step.end_ns) for step in steps),
         steps=tuple(step.spans for step in steps if step.spans is not None),

@@ -40,7 +40,7 @@ def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
 
 def rate_table(result: BenchResult) -> Table:
     """A row per baseline: its best variant, or the reason why it has none."""
-    titles = ("step", "samples/s", "TFLOP/s per device", "peak memory")
+    titles = ("first step", "step", "samples/s", "TFLOP/s per device", "peak memory")
     table = plain_table(Column("run", overflow="fold", max_width=NAME_CELLS), *numeric(*titles, overflow="fold"))
     fastest = max((row.samples_per_second or 0.0 for row in result.best if row.devices > 1), default=0.0)
     for row in result.best:
@@ -52,7 +52,10 @@ def rate_table(result: BenchResult) -> Table:
             continue
         rate = Text(f"{row.samples_per_second:,.1f}", style="green" if row.samples_per_second == fastest else "")
         flops = f"{row.tflops_per_device:,.{3 if row.tflops_per_device < 1 else 1}f}"
-        table.add_row(Group(*lines), text(row.median_seconds, TIME), rate, flops, text(max(row.peak_bytes), BYTES))
+        first = text(row.first_step_seconds, TIME) if row.first_step_seconds else NONE
+        table.add_row(
+            Group(*lines), first, text(row.median_seconds, TIME), rate, flops, text(max(row.peak_bytes), BYTES)
+        )
     return table
 
 

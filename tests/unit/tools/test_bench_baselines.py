@@ -77,9 +77,11 @@ def test_what_cannot_be_taken_apart_says_so() -> None:
         check_blocks(blocks(normed), 2)
 
 
-def field_of(mesh: Mesh, batch: int = 16, sizes: tuple[int, ...] | None = None, compile: bool = False) -> BenchContext:
+def field_of(
+    mesh: Mesh, batch: int = 16, sizes: tuple[int, ...] | None = None, compile: bool = False, on_gpu: bool = False
+) -> BenchContext:
     plan = replace(tiny_plan(), mesh=mesh, batch=batch)
-    return BenchContext(plan, compile, sizes)
+    return BenchContext(plan, compile, on_gpu, sizes)
 
 
 def test_baselines_depend_on_the_mesh() -> None:
@@ -105,6 +107,12 @@ def test_variants() -> None:
     assert labels("1f1b", field_of(Mesh(2), 12, (2, 3, 5, 6, 12))) == ["microbatch 2", "microbatch 3", "microbatch 6"]
     assert labels("interleaved", field_of(Mesh(4), 48, (4, 8, 12))) == ["microbatch 4", "microbatch 12"]
     assert labels("dtensor", field_of(Mesh(2, 2))) == ["tp 2 × FSDP2 2"]
+    assert labels("plain", field_of(Mesh(1))) == [""]
+    whole = ["blocks compiled", "compiled as a whole"]
+    assert labels("plain", field_of(Mesh(1), compile=True)) == whole
+    one = replace(field_of(Mesh(1), compile=True, on_gpu=True), plan=replace(tiny_plan(), mesh=Mesh(1), microbatches=1))
+    assert labels("plain", one) == [*whole, "compiled as a whole, CUDA graphs"]
+    assert labels("plain", replace(one, plan=replace(one.plan, microbatches=2))) == whole
     with pytest.raises(NotExpressible, match="4 replicas cannot share a batch of 6 evenly"):
         labels("ddp", field_of(Mesh(4), 6))
     with pytest.raises(NotExpressible, match="one stage"):

@@ -24,8 +24,12 @@ def plain(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
     images, labels = make_batch(task, worker)
     sizes = partition(task.request.batch, task.settings["replicas"], task.settings["microbatches"])
     microbatches = list(zip(images.split(sizes), labels.split(sizes), strict=True))
-    if task.request.compile:
+    compile_mode, call = task.settings["compile"], model
+    if compile_mode == "blocks":
         compile_blocks(blocks(model))
+    elif compile_mode != "none":
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        call = torch.compile(model, mode="reduce-overhead" if compile_mode == "graphs" else None)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(worker.device.type))
     scaler = torch.amp.GradScaler(worker.device.type, enabled=task.low is torch.float16)
 
@@ -33,7 +37,7 @@ def plain(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
         total = torch.zeros((), dtype=torch.float64, device=worker.device)
         for x, y in microbatches:
             with casting(worker.device, task.low):
-                loss = mean_loss(model(x), y) * (len(y) / task.request.batch)
+                loss = mean_loss(call(x), y) * (len(y) / task.request.batch)
             scaler.scale(loss).backward()
             total += loss.detach()
         scaler.step(optimizer)

@@ -47,6 +47,7 @@ class BenchContext:
 
     plan: Plan
     compile: bool
+    on_gpu: bool
     microbatch_sizes: Sequence[int] | None
 
     @property
@@ -90,7 +91,16 @@ def single_variant(context: BenchContext) -> Sequence[BaselineVariant]:
 
 def plain_variants(context: BenchContext) -> Sequence[BaselineVariant]:
     settings = {"replicas": context.plan.mesh.dp, "microbatches": context.plan.microbatches}
-    return [BaselineVariant("blocks compiled" if context.compile else "", settings)]
+    if not context.compile:
+        return [BaselineVariant("", settings | {"compile": "none"})]
+    several = context.plan.mesh.dp * context.plan.microbatches > 1
+    reason = "a graph's gradients are overwritten by the next microbatch's" if several else None
+    graphs = [BaselineVariant("compiled as a whole, CUDA graphs", settings | {"compile": "graphs"}, reason)]
+    return [
+        BaselineVariant("blocks compiled", settings | {"compile": "blocks"}),
+        BaselineVariant("compiled as a whole", settings | {"compile": "whole"}),
+        *(graphs if context.on_gpu else []),
+    ]
 
 
 def uniform_variants(context: BenchContext) -> Sequence[BaselineVariant]:
