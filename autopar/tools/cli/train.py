@@ -95,7 +95,7 @@ def train(
     from autopar.tools.cli.train_run import run
 
     del config  # its values are the other flags' by now
-    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
+    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs, val_only)
     constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None
     if given is not None and constraints:

@@ -29,20 +29,23 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
         flag = "--drop" if name == "drop_rate" else "--drop-path"
         raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
     source = ModelSource(asked.model, given | flags, channels_last=asked.build.channels_last)
-    wanted = wanted_images(asked, source)
-    data = load_data(asked.data.data, wanted)
+    side = given_side(asked.build, source) or (OWN_SIDE if asked.data.data in OF_OWN_SIZE else None)
+    data = load_data(asked.data.data, wanted_images(asked, source, side))
     check_augmentation(data, asked.augmentation.augmentation(data.augmentation), asked.augmentation.aug_repeats or 1)
-    return sized(with_classes(source, data.num_classes), wanted.side), data
+    source = with_classes(source, data.num_classes)
+    return source if side is None else sized(source, side), data
 
 
-def wanted_images(asked: Run, source: ModelSource) -> Wanted:
-    """Request for images of the given size and statistics, else the model's, except where the data decides.
+def wanted_images(asked: Run, source: ModelSource, side: int | None) -> Wanted:
+    """Request for images of the given statistics, else the model's, except where the data decides.
+
+    Args:
+        side: of the images; None takes the model's.
 
     Raises:
         UsageError: the model's images are not square.
     """
     flags = asked.data
-    side = given_side(asked.build, source)
     given: dict[str, Any] = {
         "channels": source.kwargs.get("in_chans", 3),
         "seed": asked.seed,
@@ -52,10 +55,9 @@ def wanted_images(asked: Run, source: ModelSource) -> Wanted:
         "num_test": flags.val_num_samples,
         "selection": flags.selection(),
     } | flags.pixels()
-    if flags.data in OF_OWN_SIZE:
-        return Wanted(side or OWN_SIDE, **given)
-    config = asdict(model_config(source, side))
-    return Wanted(**config | given)
+    if side is not None and flags.data in OF_OWN_SIZE:
+        return Wanted(side, **given)
+    return Wanted(**asdict(model_config(source, side)) | given)
 
 
 def given_side(flags: BuildFlags, source: ModelSource) -> int | None:

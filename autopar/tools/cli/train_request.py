@@ -26,7 +26,7 @@ from autopar.tools.cli.train_flags import (
 from autopar.train import Mixup, micro_batch
 from autopar.train.timm_optional import needed
 
-IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
+IN_MEMORY = ("digits",)  # data sets so small that reading them in this process is quicker
 MAX_WORKERS = 4
 ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
 

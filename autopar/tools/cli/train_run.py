@@ -218,6 +218,7 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
         asked.schedule.carried(),
         asdict(asked.augmentation),
         asdict(asked.regularization),
+        asdict(asked.data.selection()),
     )
     for group in groups:
         given |= {f"--{name.replace('_', '-')}": value for name, value in group.items()}

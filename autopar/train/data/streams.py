@@ -188,12 +188,12 @@ class StreamParts(IterableDataset[Any]):
 
     def reader(self, lane: int, share: int) -> Iterator[Encoded]:
         """Images of a lane from the first batch of this iteration on."""
-        epoch, first = self.start.tolist()
-        if self.sampler.training:
-            samples = self.stream.lane(lane, self.lanes, self.sampler.seed, epoch)
+        sampler = self.sampler
+        if sampler.training:
+            samples = self.stream.lane(lane, self.lanes, sampler.seed, sampler.epoch)
         else:
             samples = self.stream.in_order()
-        return islice(samples, first * share, None)
+        return islice(samples, sampler.first * share, None)
 
 
 class Unreadable(NamedTuple):
