@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
     )
     config.num_labels = data.num_classes
     model = ViTForImageClassification(config)
-    updates = args.epochs * (len(data.train.labels) // args.batch_size)
+    updates = args.epochs * (train.num_images(data.train) // args.batch_size)
 
     with autopar.parallelize(
         model,

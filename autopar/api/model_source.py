@@ -70,6 +70,29 @@ class ModelSource:
             return lambda **kwargs: models.get_model(name, weights=None, **backbone | kwargs)
         return user_factory(self.name, library, name)
 
+    def expected_shape(self, model: nn.Module, batch: int) -> tuple[int, ...] | None:
+        """``input_shape``, else a batch of images as torchvision evaluates its classifier; None for other models.
+
+        Args:
+            model: what `build` returned.
+        """
+        preset = torchvision_preset(self.name)
+        if self.input_shape is not None or preset is None or isinstance(getattr(model, "image_size", None), int):
+            return self.input_shape
+        return (batch, 3, preset.crop_size[0], preset.crop_size[0])
+
+
+def torchvision_preset(name: str) -> Any:
+    """Evaluation transform of the default weights of a torchvision classifier; None for other models.
+
+    Its fields are ``crop_size``, ``resize_size``, ``mean``, ``std`` and ``interpolation``.
+    """
+    library, _, model = name.partition(":")
+    if library != "torchvision":
+        return None
+    preset = need("torchvision.models", f"Model {name!r}").get_model_weights(model).DEFAULT.transforms()
+    return preset if type(preset).__name__ == "ImageClassification" else None  # not of videos or boxes
+
 
 def in_channels_last(values: Any) -> Any:
     """Values with their tensors of four dims in channels_last memory format."""

@@ -12,12 +12,14 @@ Example: ``print(load_data("digits", Wanted(side=8, channels=1)))`` prints::
 """
 
 from autopar.train.callbacks import Callback, Checkpoints, JsonLog, TensorBoard
-from autopar.train.data.datasets import DATASETS, Data, Wanted, load_data
-from autopar.train.data.images import first
+from autopar.train.data.datasets import DATASETS, OF_OWN_SIZE, Data, load_data
 from autopar.train.data.loader import Batch, PartLoader, evaluation_loader, micro_batch, training_loader
 from autopar.train.data.mixup import Mixup
+from autopar.train.data.model_config import ModelConfig, model_config
 from autopar.train.data.sampler import PartSampler
+from autopar.train.data.streams import first, num_images
 from autopar.train.data.transforms import Augmentation
+from autopar.train.data.wanted import Selection, Wanted
 from autopar.train.evaluation import Evaluation, evaluate, evaluate_alone
 from autopar.train.loop import Trainer
 from autopar.train.optim import TimmOptimizer, timm_average, timm_optimizer
@@ -51,6 +53,7 @@ __all__ = [
     "EMA_WEIGHTS",
     "EPOCHS",
     "LAST",
+    "OF_OWN_SIZE",
     "PLAN",
     "TENSORBOARD",
     "WEIGHTS",
@@ -63,11 +66,13 @@ __all__ = [
     "Evaluation",
     "JsonLog",
     "Mixup",
+    "ModelConfig",
     "PartLoader",
     "PartSampler",
     "ProgressBar",
     "SavedRun",
     "Schedule",
+    "Selection",
     "StepReport",
     "TensorBoard",
     "TimmOptimizer",
@@ -89,6 +94,8 @@ __all__ = [
     "load_weights",
     "make_folder",
     "micro_batch",
+    "model_config",
+    "num_images",
     "read_run",
     "remove_run",
     "run_in",

@@ -24,7 +24,15 @@ from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import of_type, plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import Batch, IgnoreSignals, IterableLoader, Loader, PartLoader, check_equal_parts
+from autopar.train.data.loader import (
+    Batch,
+    IgnoreSignals,
+    IterableLoader,
+    Loader,
+    PartLoader,
+    TimedBatches,
+    check_equal_parts,
+)
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
 from autopar.train.rank_zero import run_on_rank_zero
 from autopar.train.run.folder import start_again
@@ -37,13 +45,18 @@ SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 @dataclass(frozen=True)
 class LaunchedUpdate:
-    """An update that was launched and whose results are not read yet. ``shares`` has each batch's part of it."""
+    """An update that was launched and whose results are not read yet. ``shares`` has each batch's part of it.
+
+    ``data_seconds`` of the ``loop_seconds`` since the previous launch were waits for its batches.
+    """
 
     position: RunPosition
     results: tuple[StepResult, ...]
     shares: tuple[float, ...]
     samples: int
     lr: float
+    data_seconds: float
+    loop_seconds: float
 
     @property
     def loss(self) -> float:
@@ -164,7 +177,7 @@ class Trainer:
     def train_epoch(self) -> None:
         """Do the remaining updates of the current epoch."""
         self.pm.train()
-        batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
+        batches = TimedBatches(self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps))
         while not self.position.epoch_done:
             self.update(batches)
             self.report_steps()
@@ -172,7 +185,7 @@ class Trainer:
                 callback.on_update(self)
             self.stop_if_interrupted()
 
-    def update(self, batches: Iterator[Batch]) -> None:
+    def update(self, batches: TimedBatches) -> None:
         """Launch one update, of ``grad_accum_steps`` batches."""
         results, shares, samples = [], [], 0
         lr = max(self.pm.learning_rates(), default=0.0)
@@ -184,7 +197,9 @@ class Trainer:
             shares.append(share)
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
-        self.launched.append(LaunchedUpdate(self.position, tuple(results), tuple(shares), samples, lr))
+        self.launched.append(
+            LaunchedUpdate(self.position, tuple(results), tuple(shares), samples, lr, *batches.seconds())
+        )
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
         elif self.schedule == "update":
@@ -230,12 +245,14 @@ class Trainer:
         if not isfinite(loss) and not last.skipped:
             raise self.not_finite(loss, update)
         seconds = sum(result.step_seconds for result in update.results)
-        self.running = self.running.plus(None if last.skipped else loss, seconds, update.samples, update.lr)
+        self.running = self.running.plus(
+            None if last.skipped else loss, seconds, update.samples, update.lr, update.data_seconds, update.loop_seconds
+        )
         if self.peak_bytes == 0:
             self.measure_memory()
         return StepReport(
             position.epoch, position.step, position.update, loss, update.lr, last.grad_norm,
-            self.running.samples_per_second, self.peak_bytes, last.skipped,
+            self.running.samples_per_second, self.peak_bytes, last.skipped, self.running.data_share,
         )  # fmt: skip
 
     def not_finite(self, loss: float, update: LaunchedUpdate) -> TrainingError:
@@ -267,6 +284,7 @@ class Trainer:
             plain.loss if plain else None,
             averaged.accuracy if averaged else None,
             best,
+            running.data_share,
         )
         if self.schedule == "timm":
             self.pm.lr_scheduler.step(done.epoch, report.score)

@@ -12,7 +12,7 @@ from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 
 
 class ProgressBar(Callback):
-    """Shows loss, accuracy, learning rate, samples per second and memory, on rank 0.
+    """Shows loss, accuracy, learning rate, samples per second, share of waits for data, and memory, on rank 0.
 
     Memory is the GPU allocator's peak. On CPU it is the growth of the process, which includes libraries and images that
     were loaded later.
@@ -55,7 +55,7 @@ class ProgressBar(Callback):
         """Position and metrics in one line."""
         return (
             f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
-            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  "
+            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  data {percent(report.data_share, 0)}  "
             f"{self.memory_prefix}{text(report.peak_bytes, BYTES)}"
         )
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 from support.cli import invoke
 from support.train_cli import TINY, losses, records, start
+from torchvision import models
 
 import autopar
+from autopar.api.model_source import ModelSource
 from autopar.ir.units import percent
+from autopar.tools.cli.initial_weights import pretrained
 from autopar.tools.cli.unused_flags import RULES
 from autopar.train import Wanted, evaluate_alone, evaluation_loader, load_data
 
@@ -39,11 +44,11 @@ def test_train_learns_and_reports(trained):
     history = records(folder / "history.jsonl")
     assert [h["epoch"] for h in history] == [1, 2, 3] and len(losses(folder)) == 24
     assert history[2]["loss"] < history[0]["loss"]
-    assert (
-        len(
-            re.findall(r"^epoch [123]/3  loss .*  accuracy .* %  lr .* samples/s  process \+[\d.]+ MiB$", printed, re.M)
-        )
-        == 3
+    line = r"^epoch [123]/3  loss .*  accuracy .* %  lr .* samples/s  data \d+ %  process \+[\d.]+ MiB$"
+    assert len(re.findall(line, printed, re.M)) == 3
+    assert all(0 < h["data_share"] < 1 for h in history)
+    assert printed.startswith(
+        "images      3×32×32, mean 0.305 0.305 0.305, std 0.376 0.376 0.376, bilinear, center crop"
     )
     assert "digits: 512 training and 200 test images of 3×32×32, 10 classes; 3 epochs of 8 updates" in printed
     figures = re.findall(r"(\d+\.\d+) %  (?:on 2 devices|with model.safetensors in the unmodified)", printed)
@@ -53,14 +58,90 @@ def test_train_learns_and_reports(trained):
 
 
 def test_the_weights_load_into_the_unmodified_model(trained):
-    import timm
-
     folder, _ = trained
     plan = autopar.Plan.load(folder / "plan.json")
     model = timm.create_model(plan.model.name, **plan.model.kwargs)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     scored = evaluate_alone(model.eval(), evaluation_loader(load_data("digits", Wanted(32, num_test=200)), 64).epoch(1))
     assert scored.accuracy == records(folder / "history.jsonl")[-1]["accuracy"]
+
+
+def test_weights_of_a_file_are_evaluated_on_every_mesh(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(tmp_path)
+    few = [*TINY, "--data", "digits", "--val-num-samples", "200", "--val-only"]
+    last = records(folder / "history.jsonl")[-1]
+    metrics = f"loss {last['test_loss']:.4f}  top-1 {percent(last['accuracy'], 2)}  top-5 {percent(last['top5'], 2)}"
+    torch.save({"state_dict": load_file(folder / "model.safetensors")}, tmp_path / "weights.pth")
+    for path, mesh in ((folder, ["--devices", "2", "--tp", "2"]), (tmp_path / "weights.pth", ["--devices", "1"])):
+        code, printed, error = invoke("train", *few, "--initial-checkpoint", str(path), *mesh)
+        assert code == 0, error
+        assert f"{metrics}  on 200 test images, with {mesh[1]} device" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_training_starts_from_weights_and_a_new_head(trained, tmp_path):
+    weights = trained[0] / "model.safetensors"
+    few = [*TINY, "--data", "synthetic", "--model-kwargs", "num_classes=12", "--devices", "1", "--epochs", "1"]
+    few += ["-b", "8", "--train-num-samples", "8", "--val-num-samples", "2", "--lr", "0", "--img-size", "32"]
+    code, _, error = invoke("train", *few, "--initial-checkpoint", str(weights), "-o", str(tmp_path / "refused"))
+    assert code == 2
+    assert "2 tensors are of another shape: head.weight (10×48, the model's is 12×48), head.bias (10, the" in error, (
+        error
+    )
+    code, _, error = invoke("train", *few, "--pretrained-path", str(weights), "-o", str(tmp_path / "out"))
+    assert code == 0, error
+    before, after = load_file(weights), load_file(tmp_path / "out" / "model.safetensors")
+    assert after["head.weight"].shape == (12, 48)
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head"))
+
+
+def test_pretrained_weights_of_libraries(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = ["--data", "synthetic", "--val-num-samples", "2", "--val-only", "--devices", "1", "-b", "2", "--pretrained"]
+
+    create = timm.create_model
+
+    def offline(name: str, pretrained: bool, **kwargs: Any) -> object:
+        if pretrained:
+            raise ConnectionError("no route to host.")
+        return create(name, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    monkeypatch.setattr("autopar.tools.cli.train_run.parallelize", None)
+    code, _, error = invoke("train", TINY[0], "--img-size", "32", *few)
+    assert code == 2
+    assert "ConnectionError: no route to host. " in error and "by --pretrained-path (timm) or --initial-ch" in error, (
+        error
+    )
+    state = models.get_model("squeezenet1_1").state_dict()
+    state = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+    monkeypatch.setattr("torchvision.models.WeightsEnum.get_state_dict", lambda *_, **__: state)
+    model = pretrained(ModelSource("torchvision:squeezenet1_1", {"num_classes": 7}), None).state_dict()
+    assert model["classifier.1.weight"].shape[0] == 7 and not model["classifier.1.weight"].eq(1).any()
+    assert all(tensor.eq(1).all() for name, tensor in model.items() if not name.startswith("classifier"))
+
+
+def test_the_model_decides_the_size_of_images_unless_the_data_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("autopar.tools.cli.train_run.steps_per_epoch", None)  # ends the command
+    for flags, expected in (
+        ((), "3×160×160, mean 0.5 0.5 0.5, std 0.5 0.5 0.5, bicubic, center crop of 0.95"),
+        (
+            ("--img-size", "64", "--crop-pct", "1", "--mean", "0", "0", "0"),
+            "3×64×64, mean 0 0 0, std 0.5 0.5 0.5, bicu",
+        ),
+        (
+            ("--interpolation", "bilinear", "--model-kwargs", "img_size=96"),
+            "3×96×96, mean 0.5 0.5 0.5, std 0.5 0.5 0.5, b",
+        ),
+        (("--data", "digits"), "3×32×32, mean 0.305 0.305 0.305, std 0.376 0.376 0.376, bilinear, center crop of 1\n"),
+    ):
+        _, printed, _ = invoke(
+            "train", "test_vit", "--data", "synthetic", "--devices", "1", *flags, "-o", str(tmp_path)
+        )
+        assert printed.startswith(f"images      {expected}"), printed
+    code, planned, _ = invoke("plan", "test_vit", "--devices", "1", "--hardware", "cpu-generic", "--cost", "analytic")
+    assert code == 0 and "float32[64, 3, 160, 160]" in planned
 
 
 @pytest.mark.full
@@ -161,6 +242,27 @@ def test_one_cpu_process_without_devices(tmp_path, monkeypatch):
             "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given",
         ),
         (["--data", "digits", "--devices", "1", "--resume", "none"], "--resume none: there is no such folder."),
+        (
+            ["--data", "digits", "--val-only", "--resume", "x"],
+            "--val-only resumes no training. Give the weights by --init",
+        ),
+        (
+            ["--data", "digits", "--initial-checkpoint", "x", "--devices", "1"],
+            "--initial-checkpoint x: there is no such",
+        ),
+        (
+            ["--data", "digits", "--pretrained-path", "x", "--devices", "1"],
+            "--pretrained-path x: there is no such file.",
+        ),
+        (
+            ["--data", "digits", "--pretrained", "--initial-checkpoint", "x"],
+            "--pretrained and --initial-checkpoint are b",
+        ),
+        (
+            ["--data", "digits", "--input-key", "x", "--devices", "1"],
+            "--input-key is for data sets hf:NAME and wds:SHA",
+        ),
+        (["--data", "digits", "--devices", "1", "--aa", "x"], "timm does not understand these settings"),
         (["--data", "digits", "--config", "none.toml"], "Cannot read --config none.toml: No such file"),
     ],
 )
@@ -181,6 +283,8 @@ def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
         ("epochs = [3]", "epochs must be one value; it is [3]."),
         ("scale = 0.5", "scale must be a list, such as [1, 2]; it is 0.5."),
         ("epochs 3", "is not a TOML file"),
+        ('data = "wds:pipe:rm x"', "opens the address wds:pipe:rm x by a command of the shell, which a file must not"),
+        ('val-split = "https://x/1.tar"', "which a file must not choose. Give --val-split on the command line."),
     ],
 )
 def test_bad_config_files(text, message, tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ from autopar.train import (
     load_data,
     training_loader,
 )
+from autopar.train.data.images import Images
+from autopar.train.data.streams import Stream
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
 SHIFTED = Augmentation(shift=1)
@@ -29,6 +31,12 @@ SHIFTED = Augmentation(shift=1)
 def digits() -> Data:
     """Images of 8 × 8 pixels: 100 to train on, which makes 5 updates an epoch, and 50 to test on."""
     return load_data("digits", Wanted(8, 1, num_train=100, num_test=50))
+
+
+def indexed(images: Images | Stream) -> Images:
+    """Images that are read by index."""
+    assert not isinstance(images, Stream)
+    return images
 
 
 def small() -> nn.Module:

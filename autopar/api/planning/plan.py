@@ -111,7 +111,8 @@ def plan(
     check_model(built)
     name = source.name if isinstance(source, ModelSource) else type(built).__name__
     kwargs = source.kwargs if isinstance(source, ModelSource) else {}
-    shape = source.input_shape if isinstance(source, ModelSource) else None
+    batch = batch_size or DEFAULT_BATCH
+    shape = source.expected_shape(built, batch) if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
     if isinstance(source, ModelSource) and source.channels_last:
         call = Call(*in_channels_last((call.args, call.kwargs)))

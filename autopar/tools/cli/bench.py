@@ -181,7 +181,7 @@ def bench_request(
     if inputs:
         shape = torch.Size(inputs[0].shape)
     else:
-        shape = example_call(meta_model, None, batch, source.input_shape).leaves[0].shape
+        shape = example_call(meta_model, None, batch, source.expected_shape(meta_model, batch)).leaves[0].shape
     compiles = run_flags.compile
     if compiles is None:
         compiles = this_machine(devices, run_flags.backend).device_type == "cuda"

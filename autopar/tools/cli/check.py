@@ -50,7 +50,8 @@ def check(
     built = source.build("cpu")
     x = example(inputs, Input.drawn)
     if x is None:
-        x = torch.randn(example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape)
+        size = batch or DEFAULT_BATCH
+        x = torch.randn(example_call(built, None, size, source.expected_shape(built, size)).leaves[0].shape)
     if source.channels_last:
         x = in_channels_last(x)
     samples = as_call(built, x).batch

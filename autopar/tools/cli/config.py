@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,9 @@ from autopar.errors import UsageError, suggest
 from autopar.tools.cli.flags import parse_kwargs
 
 WRITING = ("output", "overwrite", "download")  # say what is written where, which a file from elsewhere must not
+
+SHARDS = ("data", "val_split")  # flags with files of WebDataset, or addresses such as pipe:COMMAND
+ADDRESS = re.compile(r"\w:")
 
 
 def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
@@ -43,6 +47,11 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
                 f"--config {path}: a file must not decide where to write. Give --{key} on the command line."
             )
         values[name] = written(path, key, value, several=flags[name])
+        if name in SHARDS and ADDRESS.search(str(value).removeprefix("wds:").removeprefix("hf:")):
+            raise UsageError(
+                f"--config {path}: WebDataset opens the address {value} by a command of the shell, which a file must "
+                f"not choose. Give --{key} on the command line."
+            )
     check_model(path, values)
     return values
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 from autopar.api.model_source import ModelSource
 from autopar.errors import UsageError
@@ -17,17 +18,36 @@ def model_source(name: str, flags: ModelFlags, batch: int) -> ModelSource:
     """Source of the named model, for the requested image size and memory format.
 
     Args:
-        batch: first size of the input shape, which is set only with ``--img-size``.
+        batch: first size of the input shape, which is set only if flags or the model's arguments give its size.
     Raises:
         UsageError: unknown model, or flags that contradict each other.
     """
     source = ModelSource(name, parse_kwargs(flags.model_kwargs), channels_last=flags.channels_last)
     if flags.inputs and flags.img_size is not None:
         raise UsageError("Both --input and --img-size are given. Leave one out.")
-    if flags.img_size is None:
+    side = flags.img_size or size_argument(source)
+    if flags.inputs or not isinstance(side, int):
         return source
-    shape = (batch, source.kwargs.get("in_chans", 3), flags.img_size, flags.img_size)
-    return replace(sized(source, flags.img_size), input_shape=shape)
+    return replace(sized(source, side), input_shape=(batch, source.kwargs.get("in_chans", 3), side, side))
+
+
+def size_argument(source: ModelSource) -> Any:
+    """Size of the images by the model's arguments: a number, or several of images that are not square; None without."""
+    return next((source.kwargs[name] for name in SIZE_ARGUMENTS if name in source.kwargs), None)
+
+
+def with_classes(source: ModelSource, num_classes: int) -> ModelSource:
+    """Model with as many classes as the data, unless its arguments set the number.
+
+    Raises:
+        UsageError: the arguments set fewer classes than the data has.
+    """
+    given = source.kwargs.get("num_classes")
+    if given is not None and given < num_classes:
+        raise UsageError(f"--model-kwargs num_classes={given}: the data has {num_classes} classes. Leave it out.")
+    if given is not None or not accepts(source, "num_classes"):
+        return source
+    return replace(source, kwargs={**source.kwargs, "num_classes": num_classes})
 
 
 def sized(source: ModelSource, side: int) -> ModelSource:

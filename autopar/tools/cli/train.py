@@ -17,6 +17,7 @@ from autopar.tools.cli.train_flags import (
     OptimizerFlags,
     RegularizationFlags,
     ScheduleFlags,
+    WeightsFlags,
 )
 from autopar.tools.cli.unused_flags import refuse_idle
 
@@ -25,6 +26,7 @@ from autopar.tools.cli.unused_flags import refuse_idle
 def train(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
     data_flags: DataFlags,
+    weights_flags: WeightsFlags,
     augmentation_flags: AugmentationFlags,
     optimizer_flags: OptimizerFlags,
     schedule_flags: ScheduleFlags,
@@ -56,6 +58,10 @@ def train(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of weights, data split, shuffling and all other randomness.", metavar="N")
     ] = 0,
+    val_only: Annotated[
+        bool,
+        typer.Option("--val-only", help="Evaluate on the test images, print loss and accuracies, and train nothing."),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -85,10 +91,11 @@ def train(
 ) -> None:
     """Train MODEL on an image data set over N devices, and show that its weights work in the unmodified model."""
     from autopar.ir.plan import Plan
-    from autopar.tools.cli.train_run import Run, run
+    from autopar.tools.cli.train_request import Run
+    from autopar.tools.cli.train_run import run
 
     del config  # its values are the other flags' by now
-    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
+    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs, val_only)
     constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None
     if given is not None and constraints:
@@ -99,7 +106,8 @@ def train(
     folder = output or Path("runs") / model.replace(":", "_")
     run(
         Run(
-            model, build_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags, regularization_flags,
-            devices, epochs, batch, seed, resume, checkpoint_steps, keep, folder, overwrite, given, constraints,
+            model, build_flags, weights_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags,
+            regularization_flags, devices, epochs, batch, seed, val_only, resume, checkpoint_steps, keep, folder,
+            overwrite, given, constraints,
         )
     )  # fmt: skip

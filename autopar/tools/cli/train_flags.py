@@ -11,7 +11,7 @@ from typer import Option
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
-    from autopar.train import Augmentation, Wanted
+    from autopar.train import Augmentation, Selection
 
 AMP_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # timm's names of precisions
 CLIP_MODES = ("norm", "value")
@@ -23,27 +23,91 @@ class DataFlags:
     """The data set, and how its images are read."""
 
     data: Annotated[
-        str, Option(help="Data set: digits (no download), cifar10, cifar100, imagefolder, synthetic.", metavar="NAME")
+        str,
+        Option(
+            help="Data set: digits (no download), cifar10, cifar100, imagefolder, synthetic, hf:NAME (Hugging Face's "
+            "datasets: a folder, or a name of the hub), wds:SHARDS (WebDataset, such as wds:train-{000..127}.tar).",
+            metavar="NAME",
+        ),
     ]
     data_dir: Annotated[Path | None, Option(help="Folder of the data set's files.", metavar="PATH")] = None
     download: Annotated[bool, Option("--download", help="Fetch the files into --data-dir.")] = False
+    train_split: Annotated[
+        str | None, Option(help="Split of the training images of hf:, such as 'train[:90%]'.", metavar="NAME")
+    ] = None
+    val_split: Annotated[
+        str | None, Option(help="Split of the test images of hf:; their shards for wds:.", metavar="NAME|SHARDS")
+    ] = None
+    input_key: Annotated[
+        str | None,
+        Option(help="Column of the images (hf:; image or img), or suffixes (wds:; 'jpg;png;webp').", metavar="NAME"),
+    ] = None
+    target_key: Annotated[
+        str | None, Option(help="Column of the classes (hf:; label), or suffix (wds:; cls).", metavar="NAME")
+    ] = None
+    num_classes: Annotated[
+        int | None, Option(min=1, help="Classes of hf: or wds:, where the data does not tell.", metavar="N")
+    ] = None
+    streaming: Annotated[
+        bool, Option("--streaming", help="Stream hf: instead of reading it by index; needs no copy of it on disk.")
+    ] = False
     train_num_samples: Annotated[
-        int | None, Option(min=1, help="Use the first N training images only.", metavar="N")
+        int | None,
+        Option(min=1, help="Use the first N training images only; of a stream, N images are an epoch.", metavar="N"),
     ] = None
     val_num_samples: Annotated[int | None, Option(min=1, help="Use the first N test images only.", metavar="N")] = None
     workers: Annotated[
         int | None, Option("--workers", "-j", min=0, help="Data-loading processes per rank.", metavar="N")
     ] = None
 
-    def wanted(self, side: int, channels: int, seed: int) -> Wanted:
-        """Request for the data set in the model's image size.
+    mean: Annotated[
+        tuple[float, float, float] | None, Option(help="Mean of the pixels; the model's by default.", metavar="R G B")
+    ] = None
+    std: Annotated[
+        tuple[float, float, float] | None,
+        Option(help="Standard deviation of the pixels; the model's by default.", metavar="R G B"),
+    ] = None
+    interpolation: Annotated[
+        str | None,
+        Option(help="Interpolation of test images, such as bicubic; the model's by default.", metavar="NAME"),
+    ] = None
+    crop_pct: Annotated[
+        float | None,
+        Option(min=0.01, max=1, help="Share of the side that test images keep; the model's by default.", metavar="X"),
+    ] = None
 
-        Args:
-            side: of the images, in pixels.
-        """
-        from autopar.train import Wanted
+    def selection(self) -> Selection:
+        """Parts of a data set that a library reads."""
+        from autopar.train import Selection
 
-        return Wanted(side, channels, seed, self.data_dir, self.download, self.train_num_samples, self.val_num_samples)
+        return Selection(
+            self.train_split, self.val_split, self.input_key, self.target_key, self.num_classes, self.streaming
+        )
+
+    def pixels(self) -> dict[str, Any]:
+        """Fields of `autopar.train.Wanted` for the flags about pixels that were given."""
+        names = ("mean", "std", "interpolation", "crop_pct")
+        return {name: value for name, value in asdict(self).items() if name in names and value is not None}
+
+
+@dataclass(frozen=True)
+class WeightsFlags:
+    """Weights from which training starts; random ones without a flag."""
+
+    pretrained: Annotated[
+        bool, Option("--pretrained", help="Start from the library's pretrained weights; a head of other size is new.")
+    ] = False
+    pretrained_path: Annotated[
+        Path | None,
+        Option(help="Start from the weights in FILE as if timm had pretrained them: the head is new.", metavar="FILE"),
+    ] = None
+    initial_checkpoint: Annotated[
+        Path | None,
+        Option(
+            help="Start from all the weights in a .safetensors or .pth file, or in a folder of an earlier run.",
+            metavar="PATH",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -60,14 +124,27 @@ class AugmentationFlags:
     )
     hflip: Annotated[float | None, Option(min=0, max=1, help="Probability of mirroring an image.", metavar="P")] = None
     color_jitter: Annotated[float | None, Option(min=0, help="Strength of colour changes.", metavar="X")] = None
-    aa: Annotated[str | None, Option(help="AutoAugment policy, such as rand-m9-mstd0.5.", metavar="NAME")] = None
+    aa: Annotated[
+        str | None,
+        Option(help="AutoAugment policy of timm: rand-m9-mstd0.5, augmix-m3, 3a, original, v0, …", metavar="NAME"),
+    ] = None
     reprob: Annotated[
         float | None, Option(min=0, max=1, help="Probability of erasing a part of an image.", metavar="P")
     ] = None
 
+    train_interpolation: Annotated[
+        str | None,
+        Option(help="Interpolation of training images: random (bilinear or bicubic), bicubic, …", metavar="NAME"),
+    ] = None
+    aug_repeats: Annotated[
+        float | None,
+        Option(min=1, help="Repeated augmentation: a batch has each of its images N times.", metavar="N"),
+    ] = None
+
     def augmentation(self, usual: Augmentation) -> Augmentation:
         """The data set's usual augmentation, with the flags that were given in place of its values."""
-        return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
+        given = {name: value for name, value in asdict(self).items() if value is not None and name != "aug_repeats"}
+        return replace(usual, **given)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,15 @@ from autopar.api.model import ParallelModel
 from autopar.api.model_source import ModelSource, in_channels_last
 from autopar.api.parallelize import parallelize
 from autopar.errors import UsageError
-from autopar.ir.plan import Plan
-from autopar.ir.units import plural
+from autopar.ir.units import percent, plural
 from autopar.runtime.launch.environment import broadcast_from_rank0, launched
-from autopar.tools.cli.existing_run import AUTO, farewell, remove_earlier, resumed_checkpoint
-from autopar.tools.cli.flags import BuildFlags, parse_kwargs
-from autopar.tools.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
+from autopar.tools.cli.existing_run import farewell, remove_earlier, resumed_checkpoint
+from autopar.tools.cli.initial_weights import check_weights_flags, start_model
+from autopar.tools.cli.models import named_plan
 from autopar.tools.cli.output import save_plan, show_plan
-from autopar.tools.cli.train_flags import (
-    EMA_DECAY,
-    MIXUP_PROB,
-    MIXUP_SWITCH_PROB,
-    AugmentationFlags,
-    DataFlags,
-    OptimizerFlags,
-    RegularizationFlags,
-    ScheduleFlags,
-)
+from autopar.tools.cli.train_flags import EMA_DECAY
+from autopar.tools.cli.train_inputs import model_and_data, steps_per_epoch
+from autopar.tools.cli.train_request import ENDLESS, Run
 from autopar.tools.cli.verify_weights import ReferenceScore, verify
 from autopar.train import (
     EMA_WEIGHTS,
@@ -45,18 +36,16 @@ from autopar.train import (
     Checkpoints,
     Data,
     JsonLog,
-    Mixup,
-    PartSampler,
     ProgressBar,
     TensorBoard,
     Trainer,
+    evaluate,
     evaluation_loader,
     exits_on_sigterm,
     exported_updates,
     is_rank_zero,
-    load_data,
     make_folder,
-    micro_batch,
+    num_images,
     read_run,
     run_on_rank_zero,
     save_weights,
@@ -66,71 +55,6 @@ from autopar.train import (
     timm_optimizer,
     training_loader,
 )
-from autopar.train.data.mixup import check_even
-from autopar.train.timm_optional import needed
-
-DEFAULT_SIDE = 32
-IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
-MAX_WORKERS = 4
-ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
-
-
-@dataclass(frozen=True)
-class Run:
-    """Values of the flags of ``autopar train``. ``plan`` and ``devices`` are None if their flags are not given."""
-
-    model: str
-    build: BuildFlags
-    data: DataFlags
-    augmentation: AugmentationFlags
-    optimizer: OptimizerFlags
-    schedule: ScheduleFlags
-    regularization: RegularizationFlags
-    devices: int | None
-    epochs: int
-    batch_size: int
-    seed: int
-    resume: str | None
-    checkpoint_steps: int | None
-    keep: int
-    folder: Path
-    overwrite: bool
-    plan: Plan | None
-    constraints: Mapping[str, Any]
-
-    @property
-    def restarts(self) -> bool:
-        """Whether the run goes on with what is in its folder, or starts if there is nothing."""
-        return self.resume == AUTO
-
-    @property
-    def at_once(self) -> int:
-        """Images in one forward pass: the batch divided by the accumulation steps."""
-        return micro_batch(self.batch_size, self.optimizer.grad_accum_steps)
-
-    @property
-    def workers(self) -> int:
-        """Processes that read images, for each rank."""
-        if self.data.workers is not None:
-            return self.data.workers
-        return 0 if self.data.data in IN_MEMORY else min(MAX_WORKERS, os.cpu_count() or 1)
-
-    def mixup(self, num_classes: int) -> Mixup | None:
-        flags = self.regularization
-        if flags.mixup == flags.cutmix == 0:
-            return None
-        prob = MIXUP_PROB if flags.mixup_prob is None else flags.mixup_prob
-        switch = MIXUP_SWITCH_PROB if flags.mixup_switch_prob is None else flags.mixup_switch_prob
-        return Mixup(num_classes, flags.mixup, flags.cutmix, prob, switch, flags.smoothing, self.seed)
-
-    def loss_fn(self) -> nn.Module | None:
-        """timm's loss for soft targets or smoothed labels; None for plain cross-entropy."""
-        flags = self.regularization
-        if flags.mixup or flags.cutmix:
-            return needed("timm.loss", "--mixup").SoftTargetCrossEntropy()
-        return (
-            needed("timm.loss", "--smoothing").LabelSmoothingCrossEntropy(flags.smoothing) if flags.smoothing else None
-        )
 
 
 def run(asked: Run) -> None:
@@ -142,8 +66,25 @@ def run(asked: Run) -> None:
         UsageError: flags contradict each other, the data, or the contents of the folder.
         TrainingError: a loss was not finite, or the accuracies differ.
     """
+    check_weights_flags(asked)
     with exits_on_sigterm():
-        run_to_the_end(asked)
+        (validate if asked.val_only else run_to_the_end)(asked)
+
+
+def validate(asked: Run) -> None:
+    """Evaluate the model that training would start from, and print its metrics."""
+    devices = number_of_devices(asked)
+    source, data = model_and_data(asked)
+    show_images(data)
+    model, example = start_model(asked, source), example_of(asked, source, data)
+    with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **asked.constraints) as pm:
+        loader = evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last)
+        found = evaluate(pm, loader.epoch(1))
+    if is_rank_zero():
+        typer.echo(
+            f"loss {found.loss:.4f}  top-1 {percent(found.accuracy, 2)}  top-5 {percent(found.top5, 2)}  on "
+            f"{plural(found.samples, 'test image')}, with {plural(devices, 'device')}"
+        )
 
 
 def run_to_the_end(asked: Run) -> None:
@@ -151,18 +92,15 @@ def run_to_the_end(asked: Run) -> None:
     checkpoint = resumed_checkpoint(asked.folder, asked.resume, asked.overwrite)
     devices = number_of_devices(asked)
     source, data = model_and_data(asked)
+    show_images(data)
     steps = steps_per_epoch(asked, data)
     if checkpoint is not None:
         check_goes_on(asked, checkpoint, settings(asked, source, data), steps)
         if asked.restarts and run_on_rank_zero(partial(is_finished, asked, checkpoint), broadcast_from_rank0):
             return
-    torch.manual_seed(asked.seed)
+    model, example = start_model(asked, source, checkpoint is not None), example_of(asked, source, data)
     if torch.cuda.is_available():  # prices of convolutions assume the fastest algorithms, and sizes do not change
         torch.backends.cudnn.benchmark = True
-    model = source.build("cpu")
-    example = torch.empty(asked.at_once, *data.form.shape, device="meta")
-    if source.channels_last:
-        example = in_channels_last(example)
     updating = how_to_update(asked, model, steps)
     if is_rank_zero():
         make_folder(asked.folder)
@@ -200,34 +138,16 @@ def run_to_the_end(asked: Run) -> None:
         typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
 
 
-def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
-    """Model with the data's number of classes, and data in the model's image size.
-
-    Raises:
-        UsageError: flags contradict each other, or there is no such data.
-    """
-    given = parse_kwargs(asked.build.model_kwargs)
-    flags = asked.regularization.model_kwargs()
-    for name in flags.keys() & given.keys():
-        flag = "--drop" if name == "drop_rate" else "--drop-path"
-        raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
-    source = ModelSource(asked.model, given | flags, channels_last=asked.build.channels_last)
-    side = image_side(asked.build, source)
-    data = load_data(asked.data.data, asked.data.wanted(side, source.kwargs.get("in_chans", 3), asked.seed))
-    return sized(with_classes(source, data.num_classes), side), data
+def example_of(asked: Run, source: ModelSource, data: Data) -> torch.Tensor:
+    """Batch of images on the meta device, in the model's memory format."""
+    example = torch.empty(asked.at_once, *data.form.shape, device="meta")
+    return in_channels_last(example) if source.channels_last else example
 
 
-def steps_per_epoch(asked: Run, data: Data) -> int:
-    """Number of updates per epoch.
-
-    Raises:
-        UsageError: the data has too few images for an update, or its batches cannot be mixed.
-    """
-    accumulated = asked.optimizer.grad_accum_steps
-    sampler = PartSampler(len(data.train.labels), asked.at_once, group=accumulated)
-    if asked.mixup(data.num_classes) is not None:
-        check_even(asked.at_once, 1)
-    return len(sampler) // accumulated
+def show_images(data: Data) -> None:
+    """Print what the model is fed, on rank 0."""
+    if is_rank_zero():
+        typer.echo(f"images      {data.form}\n")
 
 
 def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
@@ -265,6 +185,7 @@ def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -
             mixup=asked.mixup(data.num_classes),
             num_workers=asked.workers,
             channels_last=source.channels_last,
+            aug_repeats=asked.augmentation.aug_repeats or 1,
         ),
         evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last),
         epochs=asked.epochs,
@@ -287,8 +208,8 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
         "model": source.name,
         "model arguments": {k: v for k, v in source.kwargs.items() if k not in dropout},
         "--data": data.name,
-        "image size": data.form.side,
-        "number of training images": len(data.train.labels),
+        "images": str(data.form),
+        "number of training images": num_images(data.train),
         "--seed": asked.seed,
         "--batch-size": asked.batch_size,
     }
@@ -297,6 +218,7 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
         asked.schedule.carried(),
         asdict(asked.augmentation),
         asdict(asked.regularization),
+        asdict(asked.data.selection()),
     )
     for group in groups:
         given |= {f"--{name.replace('_', '-')}": value for name, value in group.items()}
@@ -367,29 +289,3 @@ def number_of_devices(asked: Run) -> int:
     where = f"all {gpus} GPUs" if gpus > 1 else "the GPU" if gpus else "one CPU process"
     typer.echo(f"Training on {where} of this machine; --devices N chooses another number.\n")
     return gpus or 1
-
-
-def image_side(flags: BuildFlags, source: ModelSource) -> int:
-    """Side of the images in pixels: ``--img-size``, else the model's argument, else `DEFAULT_SIDE`.
-
-    Raises:
-        UsageError: the model's argument is not one number.
-    """
-    given = next((source.kwargs[name] for name in SIZE_ARGUMENTS if name in source.kwargs), None)
-    if flags.img_size is None and given is not None and not isinstance(given, int):
-        raise UsageError(f"Images are square: write the size {given} as one number, or use --img-size.")
-    return flags.img_size or given or DEFAULT_SIDE
-
-
-def with_classes(source: ModelSource, num_classes: int) -> ModelSource:
-    """Model with as many classes as the data, unless its arguments set the number.
-
-    Raises:
-        UsageError: the arguments set fewer classes than the data has.
-    """
-    given = source.kwargs.get("num_classes")
-    if given is not None and given < num_classes:
-        raise UsageError(f"--model-kwargs num_classes={given}: the data has {num_classes} classes. Leave it out.")
-    if given is not None or not accepts(source, "num_classes"):
-        return source
-    return replace(source, kwargs={**source.kwargs, "num_classes": num_classes})

@@ -58,12 +58,17 @@ def refuse_idle(
     regularization: RegularizationFlags,
     augmentation: AugmentationFlags,
     epochs: int,
+    val_only: bool,
 ) -> None:
     """Check the given flags against `RULES`.
 
     Raises:
         UsageError: a flag has no effect; names its condition.
     """
+    training = asdict(augmentation) | {name: getattr(regularization, name) for name in ("smoothing", "mixup", "cutmix")}
+    training |= {name: getattr(optimizer, name) for name in ("clip_grad", "model_ema", "layer_decay")}
+    if val_only and (given := [name for name, value in training.items() if value]):
+        raise UsageError(f"--{given[0].replace('_', '-')} does nothing here: --val-only trains nothing. Leave one out.")
     values: dict[str, Any] = {"warmup": schedule.warmup(epochs)}
     for group in (optimizer, schedule, regularization, augmentation):
         values |= asdict(group)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,12 @@ import numpy as np
 from autopar.errors import UsageError, suggest
 from autopar.ir.units import plural
 from autopar.runtime.launch.environment import launched
-from autopar.train.data.images import Arrays, Files, Images, Noise, first
-from autopar.train.data.transforms import Augmentation, Format, image_format
+from autopar.train.data.hf import read_hf
+from autopar.train.data.images import Arrays, Files, Images, Noise
+from autopar.train.data.streams import Parts, Stream, first, num_images
+from autopar.train.data.transforms import RANDOM, Augmentation, Format, image_format
+from autopar.train.data.wanted import Selection, Wanted
+from autopar.train.data.wds import read_shards
 from autopar.train.timm_optional import needed
 
 TEST_SHARE = 0.2
@@ -24,30 +28,14 @@ DIGITS_MEAN, DIGITS_STD = (0.305,), (0.376,)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 CIFAR100_MEAN, CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# As in timm's training script.
+PHOTO_FORMAT: Mapping[str, Any] = {"interpolation": "bicubic", "crop_pct": 0.875}
+PHOTO_AUGMENTATION = Augmentation(
+    scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.4, train_interpolation=RANDOM
+)
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_TRAINING, SYNTHETIC_TEST = 512, 128
 TRAINING_FOLDER, TEST_FOLDERS = "train", ("val", "validation", "test")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Requirements of a run on a data set.
-
-    Args:
-        side: height and width of the images, pixel.
-        seed: decides which digits are test images, and the pixels of synthetic images.
-        folder: where the files are.
-        download: fetch the files into the folder.
-        num_train, num_test: number of images; the first ones of larger data sets are taken.
-    """
-
-    side: int
-    channels: int = 3
-    seed: int = 0
-    folder: Path | None = None
-    download: bool = False
-    num_train: int | None = None
-    num_test: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,8 +48,8 @@ class Data:
     """
 
     name: str
-    train: Images
-    test: Images
+    train: Images | Stream
+    test: Images | Stream
     num_classes: int
     form: Format
     augmentation: Augmentation
@@ -69,24 +57,55 @@ class Data:
     def __str__(self) -> str:
         channels, side, _ = self.form.shape
         return (
-            f"{self.name}: {len(self.train.labels):,} training and {plural(len(self.test.labels), 'test image')} of "
+            f"{self.name}: {num_images(self.train):,} training and {plural(num_images(self.test), 'test image')} of "
             f"{channels}×{side}×{side}, {plural(self.num_classes, 'class', 'es')}"
         )
 
 
 def load_data(name: str, wanted: Wanted) -> Data:
-    """A data set by name.
+    """A data set by name; of ``hf:`` and ``wds:`` with what these read.
 
     Raises:
         UsageError: the name is unknown (names near matches), files are missing (names the folder where they belong),
             or a library is missing.
     """
+    library, colon, source = name.partition(":")
+    if colon and source and library in LIBRARIES:
+        return library_data(name, LIBRARIES[library](source, wanted), wanted)
+    if wanted.selection != Selection():
+        given = [key for key, value in asdict(wanted.selection).items() if value not in (None, False)]
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        raise UsageError(f"{flags} is for data sets hf:NAME and wds:SHARDS alone. Leave it out with --data {name}.")
     if name not in DATASETS:
+        known = (*DATASETS, "hf:NAME", "wds:SHARDS")
         hint = suggest(name, DATASETS, 2, cutoff=0.4)
-        raise UsageError(f"No data set is named {name!r}.{hint} There is {', '.join(DATASETS)}.")
+        raise UsageError(f"No data set is named {name!r}.{hint} There is {', '.join(known)}.")
     data = DATASETS[name](wanted)
     train, test = first(data.train, wanted.num_train), first(data.test, wanted.num_test)
     return Data(name, train, test, data.num_classes, data.form, data.augmentation)
+
+
+def format_of(
+    wanted: Wanted, mean: Sequence[float], std: Sequence[float], interpolation: str = "bilinear", crop_pct: float = 1.0
+) -> Format:
+    """Format with what is wanted, and else with what is usual for the data set."""
+    usual = {"mean": tuple(mean), "std": tuple(std), "interpolation": interpolation, "crop_pct": crop_pct}
+    given = {name: getattr(wanted, name) for name in (*usual, "crop_mode") if getattr(wanted, name) is not None}
+    return image_format(wanted.channels, wanted.side, **usual | given)
+
+
+def library_data(name: str, parts: Parts, wanted: Wanted) -> Data:
+    """Images that a library reads, with ImageNet's statistics and augmentation unless others are wanted.
+
+    Raises:
+        UsageError: the library needs no folder and downloads by itself.
+    """
+    if wanted.folder is not None or wanted.download:
+        flag = "--download" if wanted.download else f"--data-dir {wanted.folder}"
+        raise UsageError(f"Data set {name!r} says itself where its files are. Leave {flag} out.")
+    train, test = first(parts.train, wanted.num_train), first(parts.test, wanted.num_test)
+    form = format_of(wanted, IMAGENET_MEAN, IMAGENET_STD, **PHOTO_FORMAT)
+    return Data(name, train, test, parts.num_classes, form, PHOTO_AUGMENTATION)
 
 
 def digits_data(wanted: Wanted) -> Data:
@@ -96,7 +115,7 @@ def digits_data(wanted: Wanted) -> Data:
     pixels, labels = np.rint(loaded.images * (255 / DIGITS_MAX_PIXEL)).astype(np.uint8), loaded.target
     test = stratified(labels, TEST_SHARE, wanted.seed)
     train_part, test_part = (Arrays(pixels[mask], labels[mask].tolist()) for mask in (~test, test))
-    form = image_format(wanted.channels, wanted.side, DIGITS_MEAN, DIGITS_STD)
+    form = format_of(wanted, DIGITS_MEAN, DIGITS_STD)
     return Data("digits", train_part, test_part, 10, form, Augmentation())
 
 
@@ -119,7 +138,7 @@ def synthetic_data(wanted: Wanted) -> Data:
         Noise(generator.integers(0, SYNTHETIC_CLASSES, count).tolist(), wanted.side, wanted.seed, stream)
         for stream, count in enumerate(counts)
     )
-    form = image_format(wanted.channels, wanted.side, (0.5,) * 3, (0.29,) * 3)
+    form = format_of(wanted, (0.5,) * 3, (0.29,) * 3)
     return Data("synthetic", train, test, SYNTHETIC_CLASSES, form, Augmentation())
 
 
@@ -143,7 +162,7 @@ def cifar(
             f"once before, with python -c \"import torchvision; torchvision.datasets.{kind}('{root}', download=True)\"."
         )
     train, test = (read_cifar(source, root, is_train, wanted.download, name) for is_train in (True, False))
-    form = image_format(wanted.channels, wanted.side, mean, std)
+    form = format_of(wanted, mean, std)
     augmentation = Augmentation(shift=wanted.side // 8, hflip=0.5)  # 4 of 32 pixels, as is usual in papers
     return Data(name, train, test, classes, form, augmentation)
 
@@ -192,9 +211,8 @@ def image_folder(wanted: Wanted) -> Data:
             f"{tests[0]} has {len(test_classes)}; only one of them has {', '.join(other[:3])}. Use the same class "
             "folders in both."
         )
-    form = image_format(wanted.channels, wanted.side, IMAGENET_MEAN, IMAGENET_STD, crop=0.875)
-    augmentation = Augmentation(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.4)
-    return Data("imagefolder", train, test, len(classes), form, augmentation)
+    form = format_of(wanted, IMAGENET_MEAN, IMAGENET_STD, **PHOTO_FORMAT)
+    return Data("imagefolder", train, test, len(classes), form, PHOTO_AUGMENTATION)
 
 
 def read_folder(folder: Path, layout: str) -> tuple[list[str], Files]:
@@ -224,3 +242,6 @@ DATASETS: Mapping[str, Callable[[Wanted], Data]] = {
     "imagefolder": image_folder,
     "synthetic": synthetic_data,
 }
+LIBRARIES: Mapping[str, Callable[[str, Wanted], Parts]] = {"hf": read_hf, "wds": read_shards}
+# Whether the data set, not the model, decides the size of the images.
+OF_OWN_SIZE = ("digits", "cifar10", "cifar100")

@@ -82,10 +82,5 @@ class First:
         return self.images.image(index)
 
 
-def first(images: Images, count: int | None) -> Images:
-    """The first ``count`` images; all of them if ``count`` is None or larger."""
-    return images if count is None or count >= len(images.labels) else First(images, images.labels[:count])
-
-
 def pillow() -> Any:
     return needed("PIL.Image", "Reading images", "pillow")

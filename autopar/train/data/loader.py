@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
@@ -24,8 +23,10 @@ from autopar.ir.units import of_type, plural
 from autopar.train.data.datasets import Data
 from autopar.train.data.images import Images
 from autopar.train.data.mixup import Mixup, check_even
-from autopar.train.data.sampler import Key, PartSampler
-from autopar.train.data.transforms import Augmentation, Transform, evaluation_transform, training_transform
+from autopar.train.data.sampler import PartSampler
+from autopar.train.data.samples import ImageSamples, collate, collate_encoded, collate_labels, without_images
+from autopar.train.data.streams import Stream, StreamParts, Unreadable, num_images
+from autopar.train.data.transforms import Augmentation, Format, Transform, evaluation_transform, training_transform
 
 
 class Batch(NamedTuple):
@@ -47,60 +48,6 @@ class Loader(Protocol):
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
         """Batches of an epoch, starting at batch ``first``; epochs count from 1, batches from 0."""
         ...
-
-
-class Unreadable(NamedTuple):
-    """Stands for an image that a loader process could not read."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ImageSamples(Dataset[Any]):
-    """Images as tensors with labels, by key; random transforms depend on seed and key alone."""
-
-    images: Images
-    transform: Transform
-    seed: int
-    random: bool
-
-    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int] | Unreadable:
-        try:
-            image = self.images.image(key.index)
-        except UsageError as error:
-            return Unreadable(str(error))
-        label = int(self.images.labels[key.index])
-        if not self.random:
-            return self.transform(image), label
-        with seeded(self.seed, *key):
-            return self.transform(image), label
-
-
-@contextmanager
-def seeded(*seed: int) -> Iterator[None]:
-    """Within ``with``, Python, numpy and torch draw from this seed on CPU; their states are restored afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    draws = np.random.SeedSequence([part & 0xFFFFFFFF for part in seed]).generate_state(3)
-    random.seed(int(draws[0]))
-    np.random.seed(draws[1])
-    torch.default_generator.manual_seed(int(draws[2]))
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def collate(
-    samples: Sequence[tuple[torch.Tensor, int] | Unreadable], memory_format: torch.memory_format
-) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
-    """Samples as a batch, images [batch, channels, height, width] and labels [batch]; or the first unreadable one."""
-    good = [s for s in samples if not isinstance(s, Unreadable)]
-    if len(good) < len(samples):
-        return next(s for s in samples if isinstance(s, Unreadable))
-    images = torch.stack([image for image, _ in good]).contiguous(memory_format=memory_format)
-    return images, torch.tensor([label for _, label in good], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -133,11 +80,14 @@ class PartLoader:
 
     def __init__(
         self,
-        samples: ImageSamples,
+        images: Images | Stream,
         sampler: PartSampler,
-        shape: tuple[int, ...],
-        reads: bool,
+        transform: Transform,
+        form: Format,
+        reads: bool = True,
         num_workers: int = 0,
+        *,
+        random_seed: int | None = None,
         mixup: Mixup | None = None,
         group: int = 1,
         channels_last: bool = False,
@@ -145,27 +95,43 @@ class PartLoader:
         """Prepare; no process starts yet.
 
         Args:
-            shape: shape of an image's tensor.
+            transform: from a PIL image to a tensor of ``form``.
             reads: whether this rank needs images; otherwise its batches hold tensors on the meta device.
             num_workers: processes that read images; 0 reads in this one.
+            random_seed: seed of a random transform; None if it is not random.
             group: batches of one update, which are mixed with the same share and box.
             channels_last: whether batches of images are in that memory format.
         """
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.sampler, self.shape, self.mixup, self.group = sampler, shape, mixup, group
-        self.labels = samples.images.labels
-        self.source: DataLoader[Any] | None = None
-        if reads:
-            self.source = DataLoader(
-                samples,
-                batch_sampler=sampler,
-                num_workers=num_workers,
-                persistent_workers=num_workers > 0,
-                worker_init_fn=IgnoreSignals(),
-                collate_fn=partial(collate, memory_format=self.memory_format),
-                pin_memory=torch.cuda.is_available(),
-                generator=torch.Generator(),  # otherwise it draws from the default generator, which is the user's
-            )
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.sampler, self.mixup, self.group = sampler, mixup, group
+        self.parts: Callable[[], Iterator[Any]]
+        self.stream: StreamParts | None = None
+        options: dict[str, Any] = {
+            "worker_init_fn": IgnoreSignals(),
+            "generator": torch.Generator(),  # otherwise it draws from the default generator, which is the user's
+        }
+        if isinstance(images, Stream):
+            num_workers = min(num_workers, sampler.batch_size // sampler.data_size) if reads else 0
+            make = partial(collate_encoded, transform=transform, seed=random_seed, layout=layout)
+            if not reads:
+                make = partial(collate_labels, shape=form.shape, layout=layout)
+            self.stream = StreamParts(images, sampler, make)
+            shares = DataLoader(
+                self.stream, batch_size=None, collate_fn=as_it_is, num_workers=num_workers,
+                persistent_workers=num_workers > 0, **options,
+            )  # fmt: skip
+            self.parts = partial(joined, shares, max(num_workers, 1), layout)
+        elif reads:
+            self.parts = partial(
+                made_on_cpu,
+                DataLoader(
+                    ImageSamples(images, transform, random_seed), batch_sampler=sampler,
+                    collate_fn=partial(collate, memory_format=layout), num_workers=num_workers,
+                    persistent_workers=num_workers > 0, pin_memory=torch.cuda.is_available(), **options,
+                ),
+            )  # fmt: skip
+        else:
+            self.parts = partial(label_parts, images, sampler, form.shape, layout)
 
     def __len__(self) -> int:
         return self.sampler.num_batches
@@ -177,8 +143,9 @@ class PartLoader:
             UsageError: an image cannot be read.
         """
         self.sampler.start(number, first)
-        parts = self.label_batches() if self.source is None else made_on_cpu(self.source)
-        for batch, (part, count) in enumerate(zip(parts, self.sampler.counts(), strict=True), first):
+        if self.stream is not None:
+            self.stream.set_start(number, first)
+        for batch, (part, count) in enumerate(zip(self.parts(), self.sampler.counts(), strict=True), first):
             if isinstance(part, Unreadable):
                 raise UsageError(part.reason)
             x, y = part
@@ -187,11 +154,34 @@ class PartLoader:
                 x, y = self.mixup(x, y, update)
             yield Batch(x, y, count)
 
-    def label_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Batches with images on the meta device and real labels."""
-        for keys in self.sampler:
-            x = torch.empty(len(keys), *self.shape, device="meta", memory_format=self.memory_format)
-            yield x, torch.tensor([int(self.labels[key.index]) for key in keys], device="cpu")
+
+def label_parts(
+    images: Images, sampler: PartSampler, shape: tuple[int, ...], layout: torch.memory_format
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches with images on the meta device and real labels."""
+    for keys in sampler:
+        yield without_images([int(images.labels[key.index]) for key in keys], shape, layout)
+
+
+def as_it_is(part: Any) -> Any:
+    return part
+
+
+def joined(source: DataLoader[Any], processes: int, layout: torch.memory_format) -> Iterator[Any]:
+    """Batches of a stream, of which each loader process makes a share; the first unreadable share stands for all."""
+    shares = made_on_cpu(source)
+    while batch := list(islice(shares, processes)):
+        bad = next((share for share in batch if isinstance(share, Unreadable)), None)
+        if bad is not None:
+            yield bad
+            return
+        images, labels = zip(*(share for share in batch if share is not None))
+        if len(images) == 1:
+            yield images[0], labels[0]
+            continue
+        shape = (sum(map(len, images)), *images[0].shape[1:])
+        x = torch.empty(shape, memory_format=layout, device="cpu", pin_memory=torch.cuda.is_available())
+        yield torch.cat(images, out=x), torch.cat(labels)
 
 
 def made_on_cpu(source: DataLoader[Any]) -> Iterator[Any]:
@@ -233,6 +223,28 @@ class IterableLoader:
             if i >= first:
                 x, y = batch
                 yield Batch(x, y, num_samples(x, y, i))
+
+
+class TimedBatches:
+    """Batches of an epoch, and the seconds in which they were waited for."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches, self.waited, self.since = batches, 0.0, perf_counter()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start = perf_counter()
+        batch = next(self.batches)
+        self.waited += perf_counter() - start
+        return batch
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of waiting, and of all, since the previous call."""
+        waited, passed = self.waited, perf_counter() - self.since
+        self.waited, self.since = 0.0, self.since + passed
+        return waited, passed
 
 
 def num_samples(x: Any, y: Any, number: int) -> int:
@@ -288,6 +300,7 @@ def training_loader(
     mixup: Mixup | None = None,
     num_workers: int = 0,
     channels_last: bool = False,
+    aug_repeats: float = 1,
 ) -> PartLoader:
     """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
 
@@ -295,19 +308,43 @@ def training_loader(
         batch_size: samples of one update, over all devices and accumulation steps.
         augmentation: random changes of the images; by default the usual ones for the data.
         channels_last: whether images are in that memory format.
+        aug_repeats: times that an image is in a batch, with another augmentation each time (repeated augmentation).
 
     Raises:
-        UsageError: the batch is too large, or the data ranks cannot share it.
+        UsageError: the batch is too large, the data ranks cannot share it, or a stream should repeat images.
     """
     size = micro_batch(batch_size, grad_accum_steps)
     if mixup is not None:
         check_even(size, pm.data_size)
     augmentation = data.augmentation if augmentation is None else augmentation
-    sampler = PartSampler(len(data.train.labels), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps)
-    samples = ImageSamples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
+    transform = check_augmentation(data, augmentation, aug_repeats)
+    sampler = PartSampler(
+        num_images(data.train), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps,
+        repeats=aug_repeats,
+    )  # fmt: skip
     return PartLoader(
-        samples, sampler, data.form.shape, pm.needs_inputs, num_workers, mixup, grad_accum_steps, channels_last
+        data.train,
+        sampler,
+        transform,
+        data.form,
+        pm.needs_inputs,
+        num_workers,
+        random_seed=seed if augmentation.random else None,
+        mixup=mixup,
+        group=grad_accum_steps,
+        channels_last=channels_last,
     )
+
+
+def check_augmentation(data: Data, augmentation: Augmentation, repeats: float) -> Transform:
+    """Transform of training images.
+
+    Raises:
+        UsageError: timm does not understand a setting, or a stream should repeat images.
+    """
+    if repeats > 1 and isinstance(data.train, Stream):
+        raise UsageError(f"Data set {data.name!r} is streamed, and repeats no images. Leave --aug-repeats out.")
+    return training_transform(data.form, augmentation)
 
 
 def evaluation_loader(
@@ -315,9 +352,9 @@ def evaluation_loader(
 ) -> PartLoader:
     """Loader of this rank's part of the test images, in order; of all of them without a parallel model."""
     rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
-    sampler = PartSampler(len(data.test.labels), batch_size, rank, size, training=False)
-    samples = ImageSamples(data.test, evaluation_transform(data.form), 0, random=False)
-    return PartLoader(samples, sampler, data.form.shape, reads, num_workers, channels_last=channels_last)
+    sampler = PartSampler(num_images(data.test), batch_size, rank, size, training=False)
+    transform = evaluation_transform(data.form)
+    return PartLoader(data.test, sampler, transform, data.form, reads, num_workers, channels_last=channels_last)
 
 
 def micro_batch(batch_size: int, grad_accum_steps: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,14 @@ SEED_MASK = 2**63 - 1
 
 
 class Key(NamedTuple):
-    """An image in an epoch; its augmentation depends on both and on the seed, and on nothing else."""
+    """An image in an epoch; its augmentation depends on these and on the seed, and on nothing else.
+
+    ``repeat`` counts the copies of an image under repeated augmentation.
+    """
 
     epoch: int
     index: int
+    repeat: int = 0
 
 
 class PartSampler(Sampler[list[Key]]):
@@ -28,6 +33,10 @@ class PartSampler(Sampler[list[Key]]):
     In training each epoch is shuffled by (seed, epoch), and the last samples that do not fill a batch are left out. In
     evaluation images come in order, each of them once. If the last batch cannot be shared evenly, its last image pads
     the parts, and `counts` says how many images of a part are real.
+
+    With ``repeats`` (repeated augmentation), a batch has each of its images so many times, as under timm's
+    RepeatAugSampler, and an epoch the first images of its order alone: as many samples as without. Copies lie as far
+    apart as possible, so that replicas have different ones and Mixup's neighbours are different images.
     """
 
     def __init__(
@@ -40,16 +49,21 @@ class PartSampler(Sampler[list[Key]]):
         training: bool = True,
         seed: int = 0,
         group: int = 1,
+        repeats: float = 1,
     ) -> None:
         """Start at epoch 1.
 
         Args:
             batch_size: samples of one accumulation step, over all data ranks.
             group: batches of one update (gradient accumulation); an epoch has a multiple of it.
+            repeats: times that an image is in a training batch, on average.
 
         Raises:
-            UsageError: there are too few samples, or data ranks cannot share a training batch evenly.
+            UsageError: repeats are below 1, there are too few samples, or data ranks cannot share a training batch
+                evenly.
         """
+        if repeats < 1:
+            raise UsageError(f"Repeated augmentation repeats an image at least once; {repeats} is too few.")
         if training and batch_size % data_size:
             raise UsageError(
                 f"A batch of {batch_size} cannot be shared by {data_size} data-parallel ranks in equal parts. "
@@ -66,7 +80,7 @@ class PartSampler(Sampler[list[Key]]):
             raise UsageError("There is no image to evaluate on. Give at least one.")
         self.num_samples, self.batch_size = num_samples, batch_size
         self.data_rank, self.data_size = data_rank, data_size
-        self.training, self.seed = training, seed
+        self.training, self.seed, self.repeats = training, seed, repeats
         self.num_batches = num_samples // (batch_size * group) * group if training else -(-num_samples // batch_size)
         self.epoch, self.first = 1, 0
 
@@ -79,13 +93,26 @@ class PartSampler(Sampler[list[Key]]):
         return self.num_batches - self.first
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order = self.order()
+        return self.parts(self.order())
+
+    def parts(self, order: Sequence[int]) -> Iterator[list[Key]]:
+        """This rank's part of each batch.
+
+        Args:
+            order: images of the epoch, [samples].
+        """
+        copies = ceil(self.repeats)
         for batch in range(self.first, self.num_batches):
-            whole = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            places = range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_samples))
+            whole = [place for first in range(copies) for place in places[first::copies]]
             size = -(-len(whole) // self.data_size)
             whole += whole[-1:] * (size * self.data_size - len(whole))
-            own = whole[self.data_rank * size : (self.data_rank + 1) * size]
-            yield [Key(self.epoch, index) for index in own]
+            yield [self.key(place, order) for place in whole[self.data_rank * size : (self.data_rank + 1) * size]]
+
+    def key(self, place: int, order: Sequence[int]) -> Key:
+        """The image at a place of the epoch."""
+        number = int(place // self.repeats)
+        return Key(self.epoch, order[number], place - ceil(number * self.repeats))
 
     def order(self) -> list[int]:
         """Indices of all images in the order of the epoch."""

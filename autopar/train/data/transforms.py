@@ -13,6 +13,8 @@ from autopar.train.timm_optional import needed
 
 Transform = Callable[[Any], torch.Tensor]
 MODES = {1: "L", 3: "RGB"}  # channels -> PIL mode
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")  # timm's names
+RANDOM = "random"  # bilinear or bicubic, drawn for each training image
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Augmentation:
     """Random changes of training images, named as timm's flags.
 
     ``shift`` moves the final image by up to so many pixels and repeats its border. ``scale`` and ``ratio`` are the area
-    and the aspect ratio of the random crop that is resized; (1, 1) takes the whole image.
+    and the aspect ratio of the random crop that is resized; (1, 1) takes the whole image. ``train_interpolation``
+    resizes that crop; None takes the format's.
     """
 
     shift: int = 0
@@ -30,6 +33,7 @@ class Augmentation:
     color_jitter: float = 0.0
     aa: str | None = None
     reprob: float = 0.0
+    train_interpolation: str | None = None
 
     @property
     def random(self) -> bool:
@@ -39,37 +43,62 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Format:
-    """Format of the images of a run: size, and mean and standard deviation of pixels by channel.
+    """Format of the images of a run: size, mean and standard deviation of pixels by channel, and how images get it.
 
-    ``crop`` is the fraction of the side, around the centre, that evaluation sees.
+    The last three fields are those of timm's data config. ``crop_pct`` is the fraction of the resized image's side that
+    evaluation sees, ``crop_mode`` is center, squash or border.
     """
 
     channels: int
     side: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    crop: float = 1.0
+    interpolation: str = "bilinear"
+    crop_pct: float = 1.0
+    crop_mode: str = "center"
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return (self.channels, self.side, self.side)
 
+    def __str__(self) -> str:
+        mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
+        return (
+            f"{self.channels}×{self.side}×{self.side}, mean {mean}, std {std}, {self.interpolation}, "
+            f"{self.crop_mode} crop of {self.crop_pct:.4g}"
+        )
+
 
 def image_format(
-    channels: int, side: int, mean: tuple[float, ...], std: tuple[float, ...], crop: float = 1.0
+    channels: int,
+    side: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    interpolation: str = "bilinear",
+    crop_pct: float = 1.0,
+    crop_mode: str = "center",
 ) -> Format:
     """A format with statistics for the channels: averaged from colours to grey, repeated from grey to colours.
 
     Raises:
-        UsageError: the channels are neither 1 nor 3.
+        UsageError: the channels are neither 1 nor 3, or the interpolation is unknown.
     """
     if channels not in MODES:
         raise UsageError(
             f"The model takes {channels} channels; images have 3 (or 1, grey). Build it with in_chans=3 or in_chans=1."
         )
+    check_interpolation("--interpolation", interpolation, INTERPOLATIONS)
     if len(mean) != channels:
-        mean, std = ((sum(v) / len(v),) * channels for v in (mean, std))
-    return Format(channels, side, mean, std, crop)
+        mean = (sum(mean) / len(mean),) * channels
+    if len(std) != channels:
+        std = (sum(std) / len(std),) * channels
+    return Format(channels, side, mean, std, interpolation, crop_pct, crop_mode)
+
+
+def check_interpolation(flag: str, name: str, known: tuple[str, ...]) -> None:
+    """Raise a UsageError if the name of an interpolation is unknown."""
+    if name not in known:
+        raise UsageError(f"{flag} {name} is unknown. It is one of {', '.join(known)}.")
 
 
 def training_transform(form: Format, augmentation: Augmentation) -> Transform:
@@ -82,10 +111,13 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
         return evaluation_transform(form)
     if augmentation.aa and form.channels != 3:
         raise UsageError(f"--aa {augmentation.aa} changes colours, but the images are grey. Leave it out.")
+    interpolation = augmentation.train_interpolation or form.interpolation
+    check_interpolation("--train-interpolation", interpolation, (RANDOM, *INTERPOLATIONS))
     try:
         transform = made_by_timm(
             "Augmentation",
             form,
+            interpolation,
             is_training=True,
             scale=augmentation.scale,
             ratio=augmentation.ratio,
@@ -107,15 +139,16 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
 
 
 def evaluation_transform(form: Format) -> Transform:
-    """Transform of test images: resize, centre crop, normalise."""
-    return Chain(MODES[form.channels], (made_by_timm("Reading images", form, crop_pct=form.crop),))
+    """Transform of test images, timm's for evaluation: resize, crop, normalise."""
+    options = {"crop_pct": form.crop_pct, "crop_mode": form.crop_mode}
+    return Chain(MODES[form.channels], (made_by_timm("Reading images", form, form.interpolation, **options),))
 
 
-def made_by_timm(purpose: str, form: Format, **options: Any) -> Transform:
+def made_by_timm(purpose: str, form: Format, interpolation: str, **options: Any) -> Transform:
     """timm's transform to a format, with its tensors on the CPU."""
     create = needed("timm.data", purpose).create_transform
     with torch.device("cpu"):
-        return create(form.shape, interpolation="bilinear", mean=form.mean, std=form.std, **options)
+        return create(form.shape, interpolation=interpolation, mean=form.mean, std=form.std, **options)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ class StepReport:
 
     ``epoch``, ``step`` (within the epoch) and ``update`` (in all) count from 1. ``lr`` is the largest learning rate of
     the parameter groups in this update. ``samples_per_second`` is the mean over the epoch so far; it counts each image
-    once and the time of training steps only. ``skipped`` is true if a float16 overflow skipped the update; its loss
-    does not count in means.
+    once and the time of training steps only. ``data_share`` is the share of the epoch's time so far, without
+    evaluations, in which this process waited for the next batch. ``skipped`` is true if a float16 overflow skipped the
+    update; its loss does not count in means.
     """
 
     epoch: int
@@ -30,6 +31,7 @@ class StepReport:
     samples_per_second: float
     peak_bytes: int
     skipped: bool
+    data_share: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class EpochReport:
     ``test_loss`` are those of the evaluation, ``ema_accuracy`` that of the averaged weights; each is None without such
     an evaluation. ``best`` is true if no earlier epoch had as high a score. ``peak_bytes`` is the peak of any rank so
     far, see `autopar.runtime.spec.RankStats`: on CPU it counts more than the tensors that the plan predicts.
+    ``data_share`` is as in a `StepReport`.
     """
 
     epoch: int
@@ -53,6 +56,7 @@ class EpochReport:
     test_loss: float | None
     ema_accuracy: float | None
     best: bool
+    data_share: float = 0.0
 
     @property
     def score(self) -> float | None:
@@ -89,15 +93,22 @@ class RunPosition:
 
 @dataclass(frozen=True)
 class EpochSums:
-    """Sums over the updates of an epoch so far: losses and their count, seconds of training, samples."""
+    """Sums over the updates of an epoch so far: losses and their count, seconds of training, samples.
+
+    ``data_seconds`` of the ``loop_seconds`` between updates were waits for the next batch.
+    """
 
     loss: float = 0.0
     count: int = 0
     seconds: float = 0.0
     samples: int = 0
     lr: float = 0.0
+    data_seconds: float = 0.0
+    loop_seconds: float = 0.0
 
-    def plus(self, loss: float | None, seconds: float, samples: int, lr: float) -> EpochSums:
+    def plus(
+        self, loss: float | None, seconds: float, samples: int, lr: float, data_seconds: float, loop_seconds: float
+    ) -> EpochSums:
         """Sums with one more update; ``loss`` is None if the update was skipped."""
         return EpochSums(
             self.loss + (loss or 0.0),
@@ -105,6 +116,8 @@ class EpochSums:
             self.seconds + seconds,
             self.samples + samples,
             self.lr if self.samples else lr,
+            self.data_seconds + data_seconds,
+            self.loop_seconds + loop_seconds,
         )
 
     @property
@@ -115,6 +128,10 @@ class EpochSums:
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def data_share(self) -> float:
+        return self.data_seconds / self.loop_seconds if self.loop_seconds else 0.0
 
 
 class TrainerView(Protocol):

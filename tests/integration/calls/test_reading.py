@@ -247,7 +247,9 @@ def run(folder: Path, late: bool, stop_at: int | None = None) -> list[dict[str, 
                 trainer.fit()
             assert trainer.saved == trainer.position and trainer.position.update == stop_at
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("samples_per_second", "peak_bytes")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in ("samples_per_second", "peak_bytes", "data_share")} for line in lines
+    ]
 
 
 class Stop(autopar.train.Callback):

@@ -11,17 +11,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm.data
 import torch
 from PIL import Image
+from support.training import indexed
 from torch.utils.data import DataLoader
 from torchvision import datasets
 
 from autopar.errors import UsageError
-from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data
-from autopar.train.data.loader import Batch, IgnoreSignals, ImageSamples, PartLoader
+from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data, num_images
+from autopar.train.data.loader import Batch, IgnoreSignals, PartLoader
 from autopar.train.data.transforms import Format, evaluation_transform, training_transform
 
 CLASSES = 10
@@ -61,13 +64,20 @@ def write_folder(root: Path, counts: dict[str, int], side: int = 20) -> None:
             image.save(root / name / f"{i}.png")
 
 
-def tensors(data: Data, augmentation: Augmentation | None = None, epoch: int = 1, **options) -> list[Batch]:
+def tensors(
+    data: Data, augmentation: Augmentation | None = None, epoch: int = 1, first: int = 0, **options
+) -> list[Batch]:
     """All training batches of an epoch."""
     samples_seed, workers = options.pop("seed", 0), options.pop("workers", 0)
     chosen = augmentation or Augmentation()
-    samples = ImageSamples(data.train, training_transform(data.form, chosen), samples_seed, chosen.random)
-    sampler = PartSampler(len(data.train.labels), 4, seed=samples_seed, **options)
-    return list(PartLoader(samples, sampler, data.form.shape, True, workers).epoch(epoch))
+    sampler = PartSampler(num_images(data.train), 4, seed=samples_seed, **options)
+    return list(loader(data, sampler, chosen, num_workers=workers, random_seed=samples_seed).epoch(epoch, first))
+
+
+def loader(data: Data, sampler: PartSampler, augmentation: Augmentation, **options) -> PartLoader:
+    """Loader of training images."""
+    options["random_seed"] = options.get("random_seed", 0) if augmentation.random else None
+    return PartLoader(data.train, sampler, training_transform(data.form, augmentation), data.form, **options)
 
 
 # -- data sets ---------------------------------------------------------------------------------------------------------
@@ -77,18 +87,20 @@ def test_digits_are_split_once_and_normalised():
     data = load_data("digits", Wanted(8))
     assert str(data) == "digits: 1,438 training and 359 test images of 3×8×8, 10 classes"
     transform = evaluation_transform(data.form)
-    images = torch.stack([transform(data.train.image(i)) for i in range(1438)])
+    images = torch.stack([transform(indexed(data.train).image(i)) for i in range(1438)])
     assert images.shape[1:] == (3, 8, 8) and torch.equal(images[:, 0], images[:, 2])
     assert images.mean().item() == pytest.approx(0, abs=0.02)
     assert images.std().item() == pytest.approx(1, abs=0.02)
-    tests, trains = (torch.tensor(part.labels).bincount() for part in (data.test, data.train))
+    tests, trains = (torch.tensor(part.labels).bincount() for part in (indexed(data.test), indexed(data.train)))
     assert (tests / (tests + trains)).tolist() == pytest.approx([0.2] * 10, abs=0.01)
 
 
 def test_the_seed_decides_the_split():
     first, again, other = (load_data("digits", Wanted(8, 1, seed)) for seed in (1, 1, 2))
-    assert first.test.labels == again.test.labels and first.test.image(3) == again.test.image(3)
-    assert first.test.labels != other.test.labels
+    assert indexed(first.test).labels == indexed(again.test).labels and indexed(first.test).image(3) == indexed(
+        again.test
+    ).image(3)
+    assert indexed(first.test).labels != indexed(other.test).labels
     assert first.form.shape == (1, 8, 8)
 
 
@@ -96,37 +108,38 @@ def test_the_seed_decides_the_split():
 def test_cifar_is_read_by_torchvision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pixels = write_cifar(tmp_path, monkeypatch, fine=name == "cifar100")
     data = load_data(name, Wanted(32, folder=tmp_path))
-    assert (len(data.train.labels), len(data.test.labels)) == (12, 5)
+    assert (len(indexed(data.train).labels), len(indexed(data.test).labels)) == (12, 5)
     assert data.num_classes == (100 if name == "cifar100" else 10)
-    assert list(data.train.labels) == [i % CLASSES for i in range(12)]
-    assert np.array_equal(np.asarray(data.train.image(7)), pixels[7])
-    tensor = evaluation_transform(data.form)(data.train.image(7))
+    assert list(indexed(data.train).labels) == [i % CLASSES for i in range(12)]
+    assert np.array_equal(np.asarray(indexed(data.train).image(7)), pixels[7])
+    tensor = evaluation_transform(data.form)(indexed(data.train).image(7))
     raw = torch.from_numpy(pixels[7] / 255).permute(2, 0, 1)
     expected = (raw - torch.tensor(data.form.mean)[:, None, None]) / torch.tensor(data.form.std)[:, None, None]
     assert torch.allclose(tensor.double(), expected, atol=1e-6)
     assert data.augmentation == Augmentation(shift=4, hflip=0.5)
     grown = load_data(name, Wanted(48, folder=tmp_path, num_train=6))
-    assert evaluation_transform(grown.form)(grown.train.image(0)).shape == (3, 48, 48)
-    assert len(grown.train.labels) == 6
+    assert evaluation_transform(grown.form)(indexed(grown.train).image(0)).shape == (3, 48, 48)
+    assert len(indexed(grown.train).labels) == 6
 
 
 def test_images_in_folders(tmp_path: Path):
     write_folder(tmp_path, {"train/cat": 3, "train/dog": 2, "val/cat": 1, "val/dog": 2})
     data = load_data("imagefolder", Wanted(16, folder=tmp_path))
-    assert list(data.train.labels) == [0, 0, 0, 1, 1] and list(data.test.labels) == [0, 1, 1]
+    assert list(indexed(data.train).labels) == [0, 0, 0, 1, 1] and list(indexed(data.test).labels) == [0, 1, 1]
     assert data.num_classes == 2
-    assert data.train.image(4).size == (24, 20)
-    assert evaluation_transform(data.form)(data.train.image(4)).shape == (3, 16, 16)
+    assert indexed(data.train).image(4).size == (24, 20)
+    assert evaluation_transform(data.form)(indexed(data.train).image(4)).shape == (3, 16, 16)
     batches = tensors(data, data.augmentation)
     assert len(batches) == 1 and batches[0].x.shape == (4, 3, 16, 16) and batches[0].count == 4
 
 
 def test_synthetic_images_of_any_size():
     data, again, other = (load_data("synthetic", Wanted(24, 3, seed, num_train=40)) for seed in (0, 0, 1))
-    assert (len(data.train.labels), len(data.test.labels)) == (40, 128)
-    assert data.train.image(5).size == (24, 24) and data.train.image(5) == again.train.image(5)
-    assert data.train.image(5) not in (data.test.image(5), other.train.image(5), data.train.image(6))
-    assert set(data.train.labels) <= set(range(data.num_classes))
+    train, test, same, another = map(indexed, (data.train, data.test, again.train, other.train))
+    assert (len(train.labels), len(test.labels)) == (40, 128)
+    assert train.image(5).size == (24, 24) and train.image(5) == same.image(5)
+    assert train.image(5) not in (test.image(5), another.image(5), train.image(6))
+    assert set(train.labels) <= set(range(data.num_classes))
 
 
 # -- what is missing or wrong ------------------------------------------------------------------------------------------
@@ -244,41 +257,76 @@ def test_the_default_device_has_no_effect():
     expected = tensors(data, STRONG)
     with torch.device("meta"):
         assert same(tensors(data, STRONG), expected)
-        labels = PartLoader(ImageSamples(data.train, evaluation_transform(data.form), 0, False), PartSampler(16, 4),
-                            data.form.shape, False)  # fmt: skip
+        labels = loader(data, PartSampler(16, 4), Augmentation(), reads=False)
         assert [batch.y.device.type for batch in labels.epoch(1)] == ["cpu"] * 4
         assert torch.empty(0).is_meta
 
 
 def test_an_epoch_from_its_middle_with_loader_processes():
     data = load_data("synthetic", Wanted(16, num_train=16))
-    samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
-    loader = PartLoader(samples, PartSampler(16, 4), data.form.shape, True, 1)
-    first, second = list(loader.epoch(1)), list(loader.epoch(2))
-    assert len(loader) == 4 and not same(first, second)
-    assert same(list(loader.epoch(2, 3)), second[3:]) and same(list(loader.epoch(1, 1)), first[1:])
+    images = loader(data, PartSampler(16, 4), STRONG, num_workers=1)
+    first, second = list(images.epoch(1)), list(images.epoch(2))
+    assert len(images) == 4 and not same(first, second)
+    assert same(list(images.epoch(2, 3)), second[3:]) and same(list(images.epoch(1, 1)), first[1:])
 
 
 def test_without_images_there_are_labels_and_shapes():
     data = load_data("synthetic", Wanted(16, num_train=16))
-    samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
-    read, unread = (
-        list(PartLoader(samples, PartSampler(16, 4), data.form.shape, reads).epoch(1)) for reads in (True, False)
-    )
+    read, unread = (list(loader(data, PartSampler(16, 4), STRONG, reads=reads).epoch(1)) for reads in (True, False))
     assert all(torch.equal(a.y, b.y) and a.x.shape == b.x.shape and b.x.is_meta for a, b in zip(read, unread))
 
 
 def test_batches_of_images_may_be_in_channels_last() -> None:
     data = load_data("synthetic", Wanted(16, num_train=16))
-    samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
     for reads in (True, False):
         usual, last = (
-            list(PartLoader(samples, PartSampler(16, 4), data.form.shape, reads, channels_last=asked).epoch(1))
+            list(loader(data, PartSampler(16, 4), STRONG, reads=reads, channels_last=asked).epoch(1))
             for asked in (False, True)
         )
         assert {batch.x.stride() for batch in usual} == {(768, 256, 16, 1)}
         assert {batch.x.stride() for batch in last} == {(768, 1, 48, 3)}
         assert not reads or all(torch.equal(a.x, b.x) for a, b in zip(usual, last))
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "crop_pct", "crop_mode"), [("bicubic", 0.9, "center"), ("bilinear", 1.0, "squash"),
+    ("bicubic", 0.95, "border")],
+)  # fmt: skip
+def test_test_images_have_the_pixels_of_timm(interpolation: str, crop_pct: float, crop_mode: str, tmp_path: Path):
+    write_folder(tmp_path, {"train/cat": 1, "val/cat": 4}, side=50)
+    for file in (tmp_path / "val" / "cat").iterdir():
+        Image.open(file).save(file.with_suffix(".jpg"))
+        file.unlink()
+    pixels: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": interpolation}
+    pixels |= {"crop_pct": crop_pct, "crop_mode": crop_mode}
+    data = load_data("imagefolder", Wanted(32, folder=tmp_path, **pixels))
+    images = PartLoader(data.test, PartSampler(4, 4, training=False), evaluation_transform(data.form), data.form)
+    (batch,) = images.epoch(1)
+    transform: Any = timm.data.create_transform((3, 32, 32), is_training=False, **pixels)
+    files = sorted((tmp_path / "val" / "cat").iterdir())
+    assert torch.equal(batch.x, torch.stack([transform(Image.open(file).convert("RGB")) for file in files]))
+
+
+@pytest.mark.parametrize(
+    "policy", ["rand-m9-mstd0.5-inc1", "rand-m5-n3-tweights", "rand-m9-t3a", "augmix-m5-w4-d2", "3a", "original",
+               "originalr", "v0", "v0r"],
+)  # fmt: skip
+def test_every_policy_of_timm(policy: str):
+    form = Format(3, 24, (0.5,) * 3, (0.25,) * 3, "bicubic")
+    data = load_data("synthetic", Wanted(24, num_train=4))
+    for train_interpolation in ("random", None):
+        augmentation = Augmentation(aa=policy, scale=(0.5, 1.0), train_interpolation=train_interpolation)
+        sampler = PartSampler(4, 4)
+        (batch,) = PartLoader(data.train, sampler, training_transform(form, augmentation), form, random_seed=1).epoch(1)
+        (again,) = PartLoader(data.train, sampler, training_transform(form, augmentation), form, random_seed=1).epoch(1)
+        assert torch.equal(batch.x, again.x) and batch.x.isfinite().all() and batch.x.std() > 0.1
+
+
+def test_what_is_wanted_wins_over_what_is_usual():
+    data = load_data("synthetic", Wanted(24, 1, mean=(0.1, 0.2, 0.3), std=(0.5, 0.5, 0.5), interpolation="bicubic"))
+    assert str(data.form) == "1×24×24, mean 0.2, std 0.5, bicubic, center crop of 1"
+    with pytest.raises(UsageError, match=r"--interpolation cubic is unknown\. It is one of nearest, bilinear"):
+        load_data("synthetic", Wanted(24, interpolation="cubic"))
 
 
 def test_images_are_moved_not_changed():
@@ -297,6 +345,7 @@ def test_images_are_moved_not_changed():
     [
         (3, Augmentation(aa="no-such-policy"), "timm does not understand these settings"),
         (1, Augmentation(aa="rand-m9"), "--aa rand-m9 changes colours, but the images are grey"),
+        (3, Augmentation(train_interpolation="cubic"), "--train-interpolation cubic is unknown. It is one of random,"),
     ],
 )
 def test_augmentation_that_cannot_be(channels, augmentation, message):

@@ -66,6 +66,35 @@ class Seen(Callback):
         self.rates.append(report.samples_per_second)
 
 
+def test_the_share_of_waits_for_data(monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves only while a batch is made, and with each report."""
+    now = 0.0
+    monkeypatch.setattr("autopar.train.data.loader.perf_counter", lambda: now)
+
+    class Slow:
+        def __len__(self) -> int:
+            return 5
+
+        def epoch(self, number: int, first: int = 0):
+            nonlocal now
+            for batch in training_loader(pm, digits(), 20).epoch(number, first):
+                now += 3 * number
+                yield batch
+
+    class Busy(Callback):
+        def on_step(self, trainer, report) -> None:
+            nonlocal now
+            now += 3.0
+            shares.append(report.data_share)
+
+    shares: list[float] = []
+    with parallel() as pm:
+        history = Trainer(pm, Slow(), epochs=2, callbacks=(Busy(),)).fit()
+    # The time of a step's report counts for the next step.
+    assert shares[:5] == pytest.approx([1, 6 / 9, 9 / 15, 12 / 21, 15 / 27])
+    assert [report.data_share for report in history] == pytest.approx([15 / 27, 30 / 42])
+
+
 def test_a_loader_of_the_users_own():
     x, y = torch.randn(50, 1, 8, 8), torch.randint(10, (50,))
     loader = DataLoader(TensorDataset(x, y), batch_size=16)

@@ -47,6 +47,31 @@ def test_an_epoch_restarts_and_can_start_in_its_middle():
     assert epoch_of(sampler, 2) != first and len(sampler) == 12
 
 
+def test_copies_of_an_image_share_a_batch_and_lie_apart():
+    """As under timm's RepeatAugSampler, over which the order of the epoch is dealt out to ranks."""
+    sampler = PartSampler(90, 12, seed=2, repeats=3)
+    sampler.start(4)
+    batches, order = list(sampler), sampler.order()
+    assert len(batches) == 7
+    for number, batch in enumerate(batches):
+        images = order[4 * number : 4 * number + 4]
+        assert [(key.index, key.repeat) for key in batch] == [(i, copy) for copy in range(3) for i in images]
+    read = []
+    for sampler in (PartSampler(90, 12, rank, 3, seed=2, repeats=3) for rank in range(3)):
+        sampler.start(4)
+        read.append(list(sampler))
+    assert [[key for part in batch for key in part] for batch in zip(*read)] == batches
+    assert all({key.repeat for batch in read[rank] for key in batch} == {rank} for rank in range(3))
+
+
+def test_a_fraction_of_images_may_be_repeated():
+    sampler = PartSampler(12, 6, repeats=1.5)
+    sampler.start(1)
+    order = sampler.order()
+    first = sorted((order.index(key.index), key.repeat) for key in next(iter(sampler)))
+    assert first == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0)]
+
+
 def test_an_accumulated_batch_is_complete():
     sampler = PartSampler(103, 8, seed=1, group=5)  # 40 images an update: two updates of five batches
     assert sampler.num_batches == 10
@@ -84,5 +109,7 @@ def test_batches_that_cannot_be(arguments, message):
 def test_accumulation_needs_images_for_all_its_steps():
     with pytest.raises(UsageError, match="A batch of 32 in 4 accumulation steps of 8 is more than the 20 "):
         PartSampler(20, 8, group=4)
+    with pytest.raises(UsageError, match=r"at least once; 0\.5 is too few"):
+        PartSampler(20, 4, repeats=0.5)
     with pytest.raises(UsageError, match="no image to evaluate on"):
         PartSampler(0, 8, training=False)

@@ -1,0 +1,100 @@
+"""Samples as tensors and batches of them, made in the processes that read images."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from autopar.errors import UsageError
+from autopar.train.data.images import Images
+from autopar.train.data.sampler import Key
+from autopar.train.data.streams import Encoded, Unreadable
+from autopar.train.data.transforms import Transform
+
+
+@dataclass(frozen=True)
+class ImageSamples(Dataset[Any]):
+    """Images as tensors with labels, by key; random transforms depend on ``seed``, None without any, and key alone."""
+
+    images: Images
+    transform: Transform
+    seed: int | None
+
+    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int] | Unreadable:
+        try:
+            image = self.images.image(key.index)
+        except UsageError as error:
+            return Unreadable(str(error))
+        label = int(self.images.labels[key.index])
+        return transformed(self.transform, image, self.seed, key), label
+
+
+def transformed(transform: Transform, image: Any, seed: int | None, key: Key) -> torch.Tensor:
+    """The image's tensor; random changes are drawn from seed and key, unless the seed is None."""
+    if seed is None:
+        return transform(image)
+    with seeded(seed, *key):
+        return transform(image)
+
+
+@contextmanager
+def seeded(*seed: int) -> Iterator[None]:
+    """Within ``with``, Python, numpy and torch draw from this seed on CPU; their states are restored afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    draws = np.random.SeedSequence([part & 0xFFFFFFFF for part in seed]).generate_state(3)
+    random.seed(int(draws[0]))
+    np.random.seed(draws[1])
+    torch.default_generator.manual_seed(int(draws[2]))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def collate(
+    samples: Sequence[tuple[torch.Tensor, int] | Unreadable], memory_format: torch.memory_format
+) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
+    """Samples as a batch, images [batch, channels, height, width] and labels [batch]; or the first unreadable one."""
+    good = [s for s in samples if not isinstance(s, Unreadable)]
+    if len(good) < len(samples):
+        return next(s for s in samples if isinstance(s, Unreadable))
+    images = torch.stack([image for image, _ in good]).contiguous(memory_format=memory_format)
+    return images, torch.tensor([label for _, label in good], device="cpu")
+
+
+def collate_encoded(
+    samples: Sequence[tuple[Key, Encoded]], transform: Transform, seed: int | None, layout: torch.memory_format
+) -> tuple[torch.Tensor, torch.Tensor] | Unreadable | None:
+    """As `collate`, of encoded images, which are transformed here; None without any."""
+    made: list[tuple[torch.Tensor, int] | Unreadable] = []
+    for key, sample in samples:
+        try:
+            image = sample.decoded()
+        except UsageError as error:
+            return Unreadable(str(error))
+        made.append((transformed(transform, image, seed, key), sample.label))
+    return collate(made, layout) if made else None
+
+
+def collate_labels(
+    samples: Sequence[tuple[Key, Encoded]], shape: tuple[int, ...], layout: torch.memory_format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Classes of encoded images, with images on the meta device."""
+    return without_images([sample.label for _, sample in samples], shape, layout)
+
+
+def without_images(
+    labels: Sequence[int], shape: tuple[int, ...], layout: torch.memory_format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of images of a shape on the meta device, and their labels [batch]."""
+    x = torch.empty(len(labels), *shape, device="meta", memory_format=layout)
+    return x, torch.tensor(labels, device="cpu")
