@@ -99,8 +99,9 @@ def parallelize(
             what it changes besides the averages: attributes and buffers that are numbers, texts or small tensors.
         loss_over: what ``loss_fn`` is given. "microbatch": the outputs and targets of one microbatch; the loss of the
             batch is the mean of these, weighted by samples. "batch": those of the global batch, for losses that are no
-            such mean, such as contrastive ones. All forwards then come before all backwards, and each replica of the
-            last stage holds the outputs of the global batch.
+            such mean, such as contrastive ones. All forwards then come before all backwards: plan with
+            ``schedule="gpipe"``. Each replica of the last stage holds the outputs of the global batch. Batch norm still
+            uses the statistics of a microbatch.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
