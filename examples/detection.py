@@ -44,9 +44,6 @@ def detr() -> nn.Module:
     }  # fmt: skip
     model = DetrForObjectDetection(DetrConfig(backbone_config=ResNetConfig(**backbone), **sizes)).train()
     model.model.unfreeze_backbone()
-    # In training mode these layers look for infinite values with `if`, which no trace can follow; they have no dropout.
-    for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
-        layer.eval()
     return model
 
 
