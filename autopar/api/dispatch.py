@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.api.batch import check_detached, check_divisible, check_real, check_targets, replica_sizes, split_targets
-from autopar.api.batch_agreement import BatchAgreement, checksum
+from autopar.api.batch_agreement import BatchAgreement, check_one_kind, checksum
 from autopar.api.outputs import join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
@@ -127,23 +127,6 @@ class Microbatch:
         }
         by_name[RNG_COUNTERS] = self.rng_counters
         return [by_name[name] for name in input_names(self.specialization.programs[stage] for stage in stages)]
-
-
-def check_one_kind(kinds: Sequence[int]) -> None:
-    """Check that all ranks were given parts of a batch that can be joined.
-
-    Args:
-        kinds: checksum of the shapes, dtypes and constants of each rank's part.
-
-    Raises:
-        UsageError: they differ.
-    """
-    if len(set(kinds)) > 1:
-        raise UsageError(
-            'loss_over="batch" joins outputs and targets of all ranks, but their shapes, dtypes or constants differ '
-            f"between rank 0 and rank {next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])}. Pad them to "
-            "one shape."
-        )
 
 
 class Dispatcher:
