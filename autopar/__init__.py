@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import (
+    AssumedFiniteWarning,
     AutocastWarning,
     AutoparError,
     CheckpointError,
@@ -42,10 +43,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError",
-    "MicrobatchWarning", "MixedSamplesWarning", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters",
-    "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
-    "UnknownOpWarning", "UpdateResult", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan",
+    "AssumedFiniteWarning", "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError",
+    "InfeasibleError", "MicrobatchWarning", "MixedSamplesWarning", "ModelSource", "NonFiniteLossWarning",
+    "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
+    "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult", "UsageError", "VariantWarning", "WorkerError",
+    "parallelize", "plan",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.

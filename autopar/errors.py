@@ -75,6 +75,10 @@ class TrainingError(AutoparError):
     exit_code = 1
 
 
+class AssumedFiniteWarning(UserWarning):
+    """A model's forward branches on whether activations are finite, and its trace takes the branch for finite ones."""
+
+
 class AutocastWarning(UserWarning):
     """A model was called within the caller's ``torch.autocast``, which does not reach it."""
 

@@ -230,6 +230,23 @@ def check_batch_sizes(batches: Sequence[tuple[int, int]], data_size: int) -> Non
         )
 
 
+def check_one_kind(kinds: Sequence[int]) -> None:
+    """Check that all ranks were given parts of a batch that can be joined.
+
+    Args:
+        kinds: checksum of the shapes, dtypes and constants of each rank's part.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if len(set(kinds)) > 1:
+        raise UsageError(
+            'loss_over="batch" joins outputs and targets of all ranks, but their shapes, dtypes or constants differ '
+            f"between rank 0 and rank {next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])}. Pad them to "
+            "one shape."
+        )
+
+
 def check_same_samples(fingerprints: Sequence[int], mesh: Mesh, when: str = "") -> None:
     """Compare the samples of the ranks of each tensor-parallel group, all of which need the same ones.
 

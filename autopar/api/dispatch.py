@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from autopar.api.batch import check_detached, check_divisible, check_real, check_targets, replica_sizes, split_targets
-from autopar.api.batch_agreement import BatchAgreement, checksum
-from autopar.api.outputs import Outputs, join_outputs, single_output
+from autopar.api.batch_agreement import BatchAgreement, check_one_kind, checksum
+from autopar.api.outputs import join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Mode, Ref
@@ -30,9 +30,10 @@ from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.recipe_text import call_text
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
-from autopar.runtime.spec import StepRequest
+from autopar.runtime.spec import StepRequest, TrainingRecipe
 from autopar.schedule.check import check
 from autopar.schedule.generate import generate, max_in_flight
+from autopar.sharding.outputs import Outputs
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.random_ops import RNG_COUNTERS
 
@@ -76,11 +77,13 @@ class BatchPartition:
         sizes: samples of each microbatch, by replica that shares the caller's batch.
         specializations: programs of each microbatch, by replica.
         outputs: how the outputs are joined; None where they are not kept.
+        joined: how the outputs of the global batch are joined for its loss; None where each microbatch has a loss.
     """
 
     sizes: tuple[tuple[int, ...], ...]
     specializations: tuple[tuple[Specialization, ...], ...]
     outputs: Outputs | None
+    joined: Outputs | None = None
 
     @property
     def all_sizes(self) -> list[int]:
@@ -103,8 +106,9 @@ class Microbatch:
     Args:
         specialization: its programs.
         leaves: leaves of its call.
-        target: its target; None outside of training.
-        share: factor of its mean loss.
+        target: its target; None outside of training. Where the batch has one loss, a replica's first microbatch has the
+            replica's whole target.
+        share: factor of its mean loss, or of the batch's loss.
         rng_counters: RNG counters of its samples, int64 [samples, counters]; None without random operations.
     """
 
@@ -133,8 +137,11 @@ class Dispatcher:
     the weights.
     """
 
-    def __init__(self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, seed: int) -> None:
-        self.programs, self.ranks, self.seed = programs, ranks, seed
+    def __init__(
+        self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, recipe: TrainingRecipe
+    ) -> None:
+        self.programs, self.ranks, self.seed = programs, ranks, recipe.seed
+        self.loss_over = recipe.loss_over
         self.plan, self.mesh = programs.plan, programs.plan.mesh
         spmd = isinstance(ranks, SpmdBackend)
         self.data_size = self.mesh.dp if spmd else 1
@@ -243,7 +250,8 @@ class Dispatcher:
             values = [*leaves, *targets]
             await_agreement = self.agreement.start(request.text, request.call.batch, kind, shapes, values)
         microbatches = self.microbatches(request, partition, leaves)
-        rank_requests = {rank: self.rank_request(request, microbatches, rank) for rank in self.ranks.numbers}
+        joined = partition.joined
+        rank_requests = {rank: self.rank_request(request, microbatches, joined, rank) for rank in self.ranks.numbers}
         if await_agreement is not None:  # as late as possible, so that the all-gather overlaps with the work above
             await_agreement()
         if known is None:
@@ -252,6 +260,8 @@ class Dispatcher:
         kinds, all_shapes = (kind,), (shapes,)
         if self.agreement is not None:
             kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
+            if joined is not None:
+                check_one_kind(kinds)
         self.batch_shapes.setdefault(all_shapes, set()).add(key)
         self.batch_shapes.move_to_end(all_shapes)
         if len(self.batch_shapes) > MAX_BATCH_SHAPES:
@@ -301,12 +311,15 @@ class Dispatcher:
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
         specializations = [s for s, _ in self.programs.microbatches(request.mode, call, parts)]
         # Before anything runs: outputs that cannot be joined are an error that must leave no gradients.
-        outputs = self.outputs(request, [s.graph for s in specializations]) if request.keep_outputs else None
+        graphs = [s.graph for s in specializations]
+        outputs = self.outputs(request, graphs) if request.keep_outputs else None
+        one_loss = request.target is not None and self.loss_over == "batch"
+        joined = self.joined_for_loss(request.mode, call, graphs) if one_loss else None
         for own in sizes:
             self.check_schedule(request.schedule, specializations, len(own))
         remaining = iter(specializations)
         by_replica = tuple(tuple(islice(remaining, len(replica))) for replica in sizes)
-        return BatchPartition(tuple(map(tuple, sizes)), by_replica, outputs)
+        return BatchPartition(tuple(map(tuple, sizes)), by_replica, outputs, joined)
 
     def check_batch(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any], targets: Sequence[Any]
@@ -340,14 +353,35 @@ class Dispatcher:
             return single_output(parts[0])
         return join_outputs(self.programs.whole_graph(request.mode, request.call), parts)
 
+    def joined_for_loss(self, mode: Mode, call: Call, parts: Sequence[Graph]) -> Outputs:
+        """How the outputs of the global batch are joined for its loss.
+
+        Args:
+            call: the caller's part of the global batch.
+            parts: graphs of the part's microbatches.
+
+        Raises:
+            UsageError: as `join_outputs`.
+        """
+        every = [part for _ in range(self.data_size) for part in parts]
+        if len(every) == 1:
+            return single_output(every[0])
+        return join_outputs(self.programs.whole_graph(mode, call.repeated(self.data_size)), every)
+
     def microbatches(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
     ) -> list[list[Microbatch]]:
         """Microbatches of each replica that shares the caller's batch."""
         batch, sizes, specializations = request.call.batch, partition.all_sizes, partition.all_specializations
         parts = split_leaves(leaves, batch, sizes)
-        targets = [None] * len(sizes) if request.target is None else split_targets(request.target[0], batch, sizes)
+        targets: list[Any] = [None] * len(sizes)
         shares = [request.share * size / (batch * self.data_size) for size in sizes]
+        if partition.joined is not None and request.target is not None:
+            by_replica = split_targets(request.target[0], batch, list(map(sum, partition.sizes)))
+            targets = [None if k else part for part, own in zip(by_replica, partition.sizes) for k in range(len(own))]
+            shares = [request.share] * len(sizes)
+        elif request.target is not None:
+            targets = split_targets(request.target[0], batch, sizes)
         counters = self.rng_counters(sizes) if partition.has_random_ops else [None] * len(sizes)
         microbatches = map(Microbatch, specializations, parts, targets, shares, counters)
         return [list(islice(microbatches, len(own))) for own in partition.sizes]
@@ -357,11 +391,14 @@ class Dispatcher:
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(counter_rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
-    def rank_request(self, request: BatchRequest, microbatches: list[list[Microbatch]], rank: int) -> StepRequest:
+    def rank_request(
+        self, request: BatchRequest, microbatches: list[list[Microbatch]], joined: Outputs | None, rank: int
+    ) -> StepRequest:
         """The request of one rank, with its part of the batch.
 
         Args:
             microbatches: by replica that shares the caller's batch.
+            joined: as in `BatchPartition`.
         """
         place = self.mesh.place(rank)
         own, last = microbatches[place.replica % len(microbatches)], place.stage == self.mesh.pp - 1
@@ -379,6 +416,7 @@ class Dispatcher:
             training=training,
             keep_outputs=request.keep_outputs and last and place.shard == 0,
             num_updates=self.num_updates,
+            joined=joined,
         )
 
     def stages(self, rank: int) -> tuple[int, ...]:

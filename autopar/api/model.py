@@ -68,7 +68,7 @@ class ParallelModel:
         self.machine = machine
         self._spec = spec
         self._model, self._programs, self._ranks = model, programs, ranks
-        self._dispatcher = Dispatcher(programs, ranks, spec.recipe.seed)
+        self._dispatcher = Dispatcher(programs, ranks, spec.recipe)
         self.lr_scheduler = SchedulerHandle(self._dispatcher, spec.recipe.lr_scheduler is not None)
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"

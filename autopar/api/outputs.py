@@ -9,55 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from autopar.errors import MixedSamplesWarning, UsageError, caller_level
 from autopar.ir.graph import Graph, Ref
-from autopar.ir.pytree import Spec, path_text, unflatten
+from autopar.ir.pytree import path_text
 from autopar.ir.units import plural
 from autopar.sharding.batch_join import Join, joins, may_mix_samples
+from autopar.sharding.outputs import Outputs
 
 REMEDY = "Return one row per sample, or plan with microbatches=1 and dp=1."
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Recipe that joins the flattened outputs of microbatches to the model's output for the batch.
-
-    Args:
-        sizes: samples of each microbatch.
-        leaves: for each output how it is joined, or its value if it is no tensor.
-    """
-
-    sizes: tuple[int, ...]
-    leaves: tuple[Any, ...]
-    spec: Spec
-
-    def join(self, parts: Sequence[Sequence[Any]]) -> Any:
-        """The model's output for the batch.
-
-        Args:
-            parts: flattened outputs of each microbatch.
-        """
-        columns = zip(self.leaves, zip(*parts, strict=True), strict=True)
-        joined = [self.joined(leaf, column) if isinstance(leaf, Join) else leaf for leaf, column in columns]
-        return unflatten(joined, self.spec)
-
-    def joined(self, how: Join, column: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """One output, joined from those of the microbatches."""
-        if how.kind == "concatenate":
-            dim, outer = how.split.dim, how.split.outer
-            if outer == 1:
-                return torch.cat(column, dim)
-            digits = [leaf.unflatten(dim, (outer, leaf.shape[dim] // outer)) for leaf in column]
-            return torch.cat(digits, dim + 1).flatten(dim, dim + 1)
-        if how.kind == "mean":
-            batch = sum(self.sizes)
-            column = tuple(leaf * (size / batch) for leaf, size in zip(column, self.sizes, strict=True))
-        return column[0] if how.kind == "same" else torch.stack(column).sum(0, dtype=column[0].dtype)
 
 
 def single_output(graph: Graph) -> Outputs:
@@ -126,7 +86,8 @@ def warn_of_mixed_samples(part: Graph, batch: int, trace_whole: Callable[[], Gra
             warnings.warn(
                 f"Output {path_text(whole.out_spec, number)} of {whole.model} seems to mix the samples of a batch: "
                 f"autopar cannot follow them{through}. A step of {batch} samples computes it, and the loss, for "
-                f"microbatches of {part.batch} alone. Plan with microbatches=1 and dp=1 for the loss of the batch.",
+                f"microbatches of {part.batch} alone. For the loss of the batch, return one row per sample and compare "
+                'the rows in loss_fn under loss_over="batch", or plan with microbatches=1 and dp=1.',
                 MixedSamplesWarning,
                 stacklevel=caller_level(),
             )

@@ -9,8 +9,9 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from autopar.api.recipe_check import check_recipe, try_recipe
 from autopar.errors import PlanDependentRandomWarning, UsageError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.plan_constraints import check_choice
 from autopar.ir.units import plural
 from autopar.runtime.launch.devices import Machine, check_world, this_machine
 from autopar.runtime.launch.environment import launched
@@ -37,7 +39,7 @@ from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.launch.start_exchange import StartExchange
 from autopar.runtime.launch.torch_settings import without_caller_modes
-from autopar.runtime.spec import Parameters, RankSpec, TrainingRecipe
+from autopar.runtime.spec import LossOver, Parameters, RankSpec, TrainingRecipe
 from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import weight_tensors
 
@@ -54,6 +56,7 @@ def parallelize(
     plan: Plan | str | os.PathLike[str] | None = None,
     seed: int = 0,
     ema: Callable[[nn.Module], Any] | None = None,
+    loss_over: LossOver = "microbatch",
     **constraints: Any,
 ) -> ParallelModel:
     """The model split over devices and ready to train; the passed model is copied from, never modified.
@@ -94,6 +97,11 @@ def parallelize(
         ema: builds a moving average of weights from a module, such as
             ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`. Checkpoints keep
             what it changes besides the averages: attributes and buffers that are numbers, texts or small tensors.
+        loss_over: what ``loss_fn`` is given. "microbatch": the outputs and targets of one microbatch; the loss of the
+            batch is the mean of these, weighted by samples. "batch": those of the global batch, for losses that are no
+            such mean, such as contrastive ones. All forwards then come before all backwards: plan with
+            ``schedule="gpipe"``. Each replica of the last stage holds the outputs of the global batch. Batch norm still
+            uses the statistics of a microbatch.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
@@ -107,20 +115,22 @@ def parallelize(
     check_world(launch, devices)  # before ranks wait for each other: a launcher's variables may be left over
     exchange = None if launch is None else StartExchange(launch)
     with shared_errors(exchange):
-        options = Options.of(constraints)
+        options = options_for_loss(Options.of(constraints), loss_over)
         check_model(model)
         machine = this_machine(devices, options.backend)
         options.check_machine(machine.device_type)
         call = example_call(model, example_inputs, batch_size, None)
         check_has_weights(model)
         user_plan = load_user_plan(plan, devices, constraints)
+        if user_plan is not None and loss_over == "batch":
+            check_schedule_for_loss(user_plan.schedule, user_plan.microbatches, "The plan has")
         if machine.launched is None and devices > 1:
             prepare(machine.num_threads)  # workers' imports overlap with planning
         check_device(options.precision if user_plan is None else user_plan.precision, machine)
         request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
         clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
         loss_fn = F.cross_entropy if loss_fn is None else loss_fn
-        recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+        recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value, loss_over)
         check_recipe(recipe, model)
 
         graph = lower_example(request, user_plan)
@@ -133,7 +143,8 @@ def parallelize(
         programs = ProgramCache(model, chosen, call, graph)
         check_device(programs.plan.precision, machine)
         warn_of_plan_dependent_random(programs.example)
-        warn_of_mixed_samples(programs.example, call.batch, partial(programs.whole_graph, "train", call))
+        if loss_over == "microbatch":
+            warn_of_mixed_samples(programs.example, call.batch, partial(programs.whole_graph, "train", call))
         specs = rank_specs(programs, machine, recipe, options)
     if exchange is not None:
         exchange.confirm()
@@ -143,6 +154,37 @@ def parallelize(
 def shared_errors(exchange: StartExchange | None) -> AbstractContextManager[None]:
     """Context in which an error of this rank is raised on all ranks of a launcher."""
     return nullcontext() if exchange is None else exchange.shared_errors()
+
+
+def options_for_loss(options: Options, loss_over: LossOver) -> Options:
+    """The options under which ``loss_over`` works: one loss of several microbatches asks for GPipe.
+
+    Raises:
+        UsageError: ``loss_over`` is unknown, or needs another schedule than the one that is asked for.
+    """
+    check_choice("loss_over", loss_over, get_args(LossOver))
+    if loss_over == "microbatch" or options.microbatches == 1:
+        return options
+    if options.schedule == "auto":
+        return replace(options, schedule="gpipe")
+    check_schedule_for_loss(options.schedule, options.microbatches, "You asked for")
+    return options
+
+
+def check_schedule_for_loss(schedule: str, microbatches: int | None, who: str) -> None:
+    """Check that all forwards of a schedule come before its backwards, as ``loss_over="batch"`` needs.
+
+    Args:
+        who: subject and verb of the sentence that names the schedule.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if schedule != "gpipe" and microbatches != 1:
+        raise UsageError(
+            f'{who} schedule={schedule!r}, whose backwards begin before its forwards end. loss_over="batch" needs the '
+            'outputs of all microbatches first: use schedule="gpipe", or microbatches=1.'
+        )
 
 
 def plan_for_workers(request: PlanRequest, graph: Graph, machine: Machine) -> Plan:

@@ -22,6 +22,7 @@ from autopar.ops.collectives import on
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
+from autopar.runtime.engine.batch_loss import BatchLoss, Replicas
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.executor import BoundStep, ChunkModule, StepTensors
 from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices
@@ -181,10 +182,14 @@ class Rank:
         if key not in self.bound_steps:
             schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
             loss_fn = self.step_loss() if self.is_last_stage and request.training else None
+            batch_loss = None
+            if loss_fn is not None and request.joined is not None:
+                replicas = Replicas(self.transport, self.spec.replica_ranks, self.place.replica)
+                loss_fn, batch_loss = None, BatchLoss(loss_fn, request.joined, replicas)
             chunks = [self.chunks[k] for k in request.programs]
             step = self.bound_steps[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.flag_recorder,
-                self.device, loss_fn, request.training,
+                self.device, loss_fn, request.training, batch_loss,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
         return self.bound_steps[key]

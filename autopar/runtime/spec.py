@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,8 +18,10 @@ from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
 from autopar.runtime.engine.executor import ActionTiming, StepData
 from autopar.runtime.launch.torch_settings import TorchSettings
+from autopar.sharding.outputs import Outputs
 from autopar.sharding.tensors import local_part, whole_shape
 
+LossOver = Literal["microbatch", "batch"]
 WeightWaits = Mapping[str, Callable[[], None]]
 MainGradOf = Callable[[str], torch.Tensor | None]
 BuildModule = Callable[
@@ -50,6 +52,7 @@ class TrainingRecipe:
         loss_fn, optimizer, lr_scheduler, ema, seed: as given to `autopar.parallelize`.
         clip_grad_norm: largest global gradient norm, or None.
         clip_grad_value: largest absolute value of a gradient's element, or None.
+        loss_over: whether each microbatch has a loss, or the global batch has one.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -59,6 +62,7 @@ class TrainingRecipe:
     seed: int = 0
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+    loss_over: LossOver = "microbatch"
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,8 @@ class StepRequest:
         signature: identifies shapes, dtypes and everything else of the batch but the content of tensors. Equal on all
             ranks; selects the CUDA graph.
         shape_signature: as ``signature``, of the inputs alone; selects the bound schedule.
+        joined: how the outputs of all microbatches of all replicas are joined for one loss; None where each microbatch
+            has its own, and without training.
     """
 
     mode: Mode
@@ -215,6 +221,7 @@ class StepRequest:
     num_updates: int
     signature: tuple[int, ...] = ()
     shape_signature: tuple[int, ...] = ()
+    joined: Outputs | None = None
 
 
 @dataclass(frozen=True)

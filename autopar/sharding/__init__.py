@@ -8,8 +8,8 @@ output without it is a partial sum itself. Only sizes that divide evenly are spl
 Read rule (rules, strategies, layouts), table with parse and functions (the rule of every operator), bound_call and
 lookup (the rule of one operation), propagate (the strategy of every operation), reshard (collectives between two
 layouts), localise and shard_graph (the local graph), fuse_linear and buffer_sizes (async tensor parallelism and its
-buffers), batch_dim (where the samples lie), batch_join (how a batch's values follow from its microbatches'), tensors
-(cutting and joining whole tensors).
+buffers), batch_dim (where the samples lie), batch_join (how a batch's values follow from its microbatches'), outputs
+(joined by it), tensors (cutting and joining whole tensors).
 
 >>> k = strategy(rule, "k", 2)  # rule of aten.linear: ``... k, n k, +n -> ... n``, x [8, 16, 32], weight [64, 32]
 >>> [str(layout) for layout in (*k.operands, *k.outputs)]

@@ -55,6 +55,18 @@ class Call:
         args, kwargs = unflatten(leaves, self.spec)
         return Call(args, kwargs)
 
+    def repeated(self, times: int) -> Call:
+        """A call on the meta device with ``times`` as many samples, which shows shapes; the call itself if 1."""
+        if times == 1:
+            return self
+        batch = self.batch
+        leaves = [
+            leaf.new_empty((times * batch, *leaf.shape[1:]), device="meta") if is_batched(leaf, batch) else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = unflatten(leaves, self.spec)
+        return Call(args, kwargs)
+
 
 def as_call(model: nn.Module, inputs: Any) -> Call:
     """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones.

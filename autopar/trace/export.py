@@ -20,6 +20,7 @@ from autopar.errors import TraceError
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import leaves, tree_map
 from autopar.trace.fake import as_on_cpu
+from autopar.trace.finite import FiniteBranches, warn_of_finite_branches
 from autopar.trace.frames import frame_text, user_frame
 from autopar.trace.hooks import REMEDY, GradientWatch
 from autopar.trace.python_state import differing, numbers_of, set_numbers, warn_of_counters
@@ -106,7 +107,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     try:
         if model.training != (mode == "train"):  # keeps submodules that a training model has in eval mode (frozen)
             model.train(mode == "train")
-        with torch.enable_grad(), contextlib.redirect_stderr(said), GradientWatch() as seen:
+        with torch.enable_grad(), contextlib.redirect_stderr(said), GradientWatch() as seen, FiniteBranches() as finite:
             program = torch.export.export(model, args, kwargs, strict=False)
             once = dict(after)
             if changed := differing(before, once):  # a second forward tells counters from sizes that forwards keep
@@ -121,6 +122,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
         for module, flag in training.items():
             module.training = flag
     sys.stderr.write(said.getvalue())
+    warn_of_finite_branches(type(model).__name__, finite.lines)
     warn_of_counters(type(model).__name__, before, once, [key for key in changed if key in differing(once, after)])
     if own_backward and mode == "train":
         raise TraceError(

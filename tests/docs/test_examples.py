@@ -133,6 +133,36 @@ def test_vit_large_batch() -> None:
     assert column("lr", text)[1] > 1e-3, text
 
 
+# -- compared with one device ------------------------------------------------------------------------------------------
+
+# Flags with which an example always runs; in a full run it runs without, on all of its meshes.
+COMPARED = [
+    ("segmentation.py", ("--mesh", "pp")),
+    ("detection.py", ("--mesh", "dp")),
+    ("masked_autoencoder.py", ("--mesh", "tp")),
+    ("contrastive.py", ("--mesh", "pp")),
+    ("distillation.py", ("--mesh", "pp")),
+    ("fine_tuning.py", ("--mesh", "pp", "--method", "lora")),
+]
+IN_FULL = [pytest.param(name, (), marks=pytest.mark.full) for name, _ in COMPARED]
+
+
+@pytest.mark.parametrize(("name", "flags"), [*COMPARED, *IN_FULL])
+def test_losses_are_those_of_one_device(
+    name: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    text = capsys.readouterr().out
+    differences = [float(number) for number in re.findall(r"difference from one device (\S+?)[,\n]", text)]
+    trained = [(float(a), float(b)) for a, b in re.findall(r"loss (\d+\.\d+) to (\d+\.\d+)", text)]
+    assert len(differences) == len(trained) >= (1 if flags else 3) and max(differences) < 1e-4, text
+    assert all(last < first for first, last in trained), text
+    assert "equal masks: False" not in text and "others in each step: False" not in text
+    for size in re.findall(r"gradients of the teacher: (\d+)", text):
+        assert size == "0", text
+
+
 # -- what they ask for -------------------------------------------------------------------------------------------------
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,8 @@ MESHES = [
     pytest.param({"pp": p, "tp": t, "dp": d} | more, id="-".join(map(str, (p, t, d, *more))),
                  marks=pytest.mark.skipif(torch.cuda.device_count() < p * t * d, reason="needs more CUDA devices"))
     for p, t, d, more in [(1, 1, 1, {}), (2, 1, 1, {}), (1, 2, 1, {}), (1, 1, 2, {}), (1, 1, 2, {"zero": 1}),
-                          (1, 1, 2, {"zero": 2, "microbatches": 1}), (1, 1, 2, {"reduce_dtype": "bfloat16"})]
+                          (1, 1, 2, {"zero": 2, "microbatches": 1}), (1, 1, 2, {"reduce_dtype": "bfloat16"}),
+                          (2, 1, 1, {"loss_over": "batch"}), (1, 1, 2, {"loss_over": "batch"})]
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Helpers of the tests, in reading order. Test modules import from here, never from each other.
 
 - Models: `models` (small ones that pipeline splits get wrong), `cases` (with losses and batches), `mesh_models`
-  (families of real models), `checkpoint_models`, `training` (digits and a trainer), `measured` (on the meta device).
+  (families of real models), `two_towers` (a loss over the whole batch), `checkpoint_models`, `training` (digits and a
+  trainer), `measured` (on the meta device).
 - Graphs and costs: `traced` (graphs as text), `graphs` (written by hand), `block_chains` and `cut_problems` (cost
   graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication, other networks),
   `machine_points` (as a machine would measure them), `schedules`.

@@ -90,6 +90,11 @@ def _fake_linear_with_async_grad_allreduce_backward(
     return empty_resized(x, {}), empty_resized(weight, {})
 
 
+def save_for_linear_backward(ctx: Any, x: Tensor, weight: Tensor) -> None:
+    """Save a linear layer's weight, its second input, and ``x``, which only a trained weight's gradient needs."""
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+
+
 class LinearWithAsyncGradReduce(torch.autograd.Function):
     """A linear layer of ``x`` [..., in], ``weight`` [out, in] and ``bias`` [out], gathering ``x`` first if ``gathers``.
 
@@ -100,7 +105,7 @@ class LinearWithAsyncGradReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *comm_args: Any) -> Tensor:
         whole = collectives.all_gather(x, *comm_args[:4], True, *comm_args[4:]) if gathers else x
-        ctx.save_for_backward(whole, weight)
+        save_for_linear_backward(ctx, whole, weight)
         ctx.gathers, ctx.comm_args = gathers, comm_args
         return F.linear(whole, weight, bias)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.async_tp.input_grad import LinearWithAsyncGradReduce
+from autopar.ops.async_tp.input_grad import LinearWithAsyncGradReduce, save_for_linear_backward
 from autopar.ops.async_tp.side_stream import on_side_stream
 from autopar.ops.collectives import all_gather, empty_resized, on
 
@@ -158,7 +158,7 @@ class _PipelinedAllGatherLinear(LinearWithAsyncGradReduce):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *comm_args: Any) -> Tensor:
         product, gathered = pipelined_all_gather_linear_forward(x, weight, bias, *comm_args[2:])
-        ctx.save_for_backward(gathered, weight)
+        save_for_linear_backward(ctx, gathered, weight)
         ctx.gathers, ctx.comm_args = gathers, comm_args
         return product
 
@@ -166,7 +166,7 @@ class _PipelinedAllGatherLinear(LinearWithAsyncGradReduce):
 class _PipelinedLinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        save_for_linear_backward(ctx, x, weight)
         ctx.comm_args = ranks, axis
         return pipelined_linear_reduce_scatter_forward(x, weight, bias, ranks, axis)
 

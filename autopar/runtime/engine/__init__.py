@@ -10,6 +10,7 @@ Reading order:
     send_lifetimes.py  at which action each send buffer may be freed
     staging.py         inputs copied to the GPU on a side stream
     loss.py            the loss function on the rank's device and under autocast
+    batch_loss.py      one loss of the outputs of all microbatches of all replicas
     timer.py           time marks on the host or in a stream
     metrics.py         losses and norm, read from the GPU without stalling it
     cuda_graph.py      whole training steps as CUDA graphs

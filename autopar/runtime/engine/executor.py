@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import UsageError
 from autopar.ir.graph import Ref
 from autopar.ir.program import Edge, Program
 from autopar.ir.pytree import tree_map, unflatten
 from autopar.runtime.comm.protocols import FlagChannel, MessageBytes, RecvHandle, SendHandle, Transport
+from autopar.runtime.engine.batch_loss import BatchLoss
 from autopar.runtime.engine.edges import (
     channel_index,
     distinct_values,
@@ -31,6 +31,7 @@ from autopar.runtime.engine.edges import (
     input_indices,
     inverse_permutation,
 )
+from autopar.runtime.engine.loss import LossFunction, check_loss
 from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
@@ -62,8 +63,10 @@ class StepData:
 
     Args:
         inputs: tensors in the order of `input_names` of the rank's programs.
-        targets: second argument of ``loss_fn``; read on the last stage.
-        shares: weight of the microbatch's loss in the mean over the batch; read on the last stage.
+        targets: second argument of ``loss_fn``; read on the last stage. The first one is that of all
+            microbatches, where the batch has one loss.
+        shares: weight of the microbatch's loss in the mean over the batch, or of the batch's one loss; read on the last
+            stage.
     """
 
     inputs: list[list[torch.Tensor]]
@@ -120,8 +123,9 @@ class BoundStep:
         transport: Transport,
         flags: FlagChannel,
         device: torch.device,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        loss_fn: LossFunction | None,
         training: bool,
+        batch_loss: BatchLoss | None = None,
     ) -> None:
         """Bind.
 
@@ -132,13 +136,14 @@ class BoundStep:
             transport: moves tensors to and from the other positions.
             flags: tells the host of another position which gradients exist.
             device: inputs and targets that are elsewhere are copied there when their microbatch runs.
-            loss_fn: on the last stage of a training step.
+            loss_fn: on the last stage of a training step whose microbatches have losses of their own.
             training: keep what backward needs; otherwise run without gradients.
+            batch_loss: on the last stage of a training step whose batch has one loss.
         """
         self.position, self.ranks, self.flags = position, ranks, flags
         self.num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=0) // len(ranks)
         self.device = device
-        self.loss_fn = loss_fn
+        self.loss_fn, self.batch_loss = loss_fn, batch_loss
         self.training = training
         self.data = NO_DATA
         self.saved: dict[Action, Any] = {}  # inputs and gradient edges, by forward action
@@ -180,6 +185,8 @@ class BoundStep:
         self.marks = []
         for state in (self.sent, self.saved, self.local_tensors):  # of a step that raised
             state.clear()
+        if self.batch_loss is not None:
+            self.batch_loss.clear()
         early, last = self.channel.posts_early, len(self.bound_actions) - 1
         posted = self.bound_actions[0].post_receives() if self.bound_actions else []
         with torch.set_grad_enabled(self.training):
@@ -197,6 +204,8 @@ class BoundStep:
                 if k < last:
                     posted = following if following is not None else self.bound_actions[k + 1].post_receives()
             self.release_sends(list(self.sent))
+        if self.batch_loss is not None:
+            self.batch_loss.clear()
         self.data, self.current_action = NO_DATA, None
         results, self.results = self.results, self.no_results(len(self.chunks))
         return results
@@ -389,27 +398,19 @@ class BoundStep:
     def finish_microbatch(
         self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
     ) -> None:
-        """On the last stage: compute the loss of microbatch ``i``, and keep its outputs where asked to.
+        """On the last stage: compute the loss of microbatch ``i``, and keep its outputs where they are wanted.
 
         Args:
             results: outputs of the stage's program, most of them [samples of the microbatch, ...].
         """
         leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
-        if self.loss_fn is not None:
+        if self.batch_loss is not None:
+            edges += self.batch_loss.keep(leaves)
+        elif self.loss_fn is not None:
             loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.to_device, self.data.targets[i]))
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise UsageError(
-                    f"loss_fn must return a tensor with one element, the mean loss over its samples; it returned "
-                    f'{got}. Use reduction="mean", or call .mean() on it.'
-                )
+            check_loss(loss)
             loss = loss * self.data.shares[i]
             self.results.losses[i] = loss.detach()
-            if self.training and not loss.requires_grad:
-                raise UsageError(
-                    "The loss has no gradient: loss_fn detached it, or nothing that it reads can be trained. "
-                    "Return a loss that depends on the model's outputs, without .item() or .detach()."
-                )
             edges.append(gradient_edge(loss))
         if self.keep_outputs:
             # While training, an output of an earlier stage may lie in memory that the next step overwrites.
@@ -417,6 +418,19 @@ class BoundStep:
             self.results.outputs[i] = [
                 copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
             ]
+
+    def loss_gradients(self, i: int) -> Sequence[torch.Tensor | None]:
+        """On the last stage: gradient of the loss of microbatch ``i``, or those of its outputs for a batch's loss."""
+        loss, own = self.results.losses[i], self.batch_loss
+        if own is None:
+            return () if loss is None else (torch.full_like(loss, self.loss_scale),)
+        if loss is None:  # this is the first backward
+            share = self.data.shares[i]
+            loss = own.compute(self.data.targets[0], self.loss_scale * share, self.to_device)
+            # All microbatches of all replicas have a part of it, so that the parts add up to it.
+            part = loss * (share / len(own.outputs.sizes))
+            self.results = replace(self.results, losses=[part] * len(self.chunks))
+        return own.gradients[i]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
         i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
@@ -439,9 +453,9 @@ class BoundStep:
                 if next(exists[dst]):
                     gradient = tensor.permute(order)
                     gradients[k] = gradients[k] + gradient if k in gradients else gradient
-            loss = self.results.losses[i] if program.out_spec is not None else None
-            if loss is not None:
-                gradients[len(values)] = torch.full_like(loss, self.loss_scale)
+            if program.out_spec is not None:
+                first = len(values)
+                gradients |= {first + k: g for k, g in enumerate(self.loss_gradients(i)) if g is not None}
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])

@@ -17,6 +17,21 @@ from autopar.runtime.engine.closure_guard import closure_tensors
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
+def check_loss(loss: Any) -> None:
+    """Raise a UsageError unless ``loss_fn`` returned a tensor with one element that depends on something trainable."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(
+            f"loss_fn must return a tensor with one element, the mean loss over its samples; it returned "
+            f'{got}. Use reduction="mean", or call .mean() on it.'
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "The loss has no gradient: loss_fn detached it, or nothing that it reads can be trained. "
+            "Return a loss that depends on the model's outputs, without .item() or .detach()."
+        )
+
+
 def moved_to(thing: Any, device: torch.device) -> Any:
     """A loss function whose modules and partials have their tensors on a device; the user's objects do not change.
 

@@ -99,7 +99,13 @@ def linear_overlaps(tp: int, dtype: torch.dtype) -> None:
             for unfused, function in ((True, layer), (False, layer), (False, compiled)):
                 leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
                 leaves += [bias.clone().requires_grad_()] if bias is not None else []
-                y = function(leaves[0], leaves[1], leaves[2] if bias is not None else None, unfused)
+                saved: list[torch.Tensor] = []
+                with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+                    y = function(leaves[0], leaves[1], leaves[2] if bias is not None else None, unfused)
+                if (
+                    function is layer and not unfused
+                ):  # the input of the cosine, and that of the layer if its weight is trained
+                    assert sum(t.dim() == 3 for t in saved) == (layer is scattered) + trained, f"{layer.__name__}"
                 y.sin().sum().backward()
                 found.append([y, *(leaf.grad for leaf in leaves)])
             for values in zip(*found, strict=True):
