@@ -14,9 +14,6 @@ from autopar.ops.registry import Operand
 from autopar.sharding.fuse_linear import is_layer
 
 MATMUL = "aten.matmul.default"
-# Threads that load together. Shorter rows than this lie apart in fewer sectors: rows of 8 (cait_s24_224) are copied in
-# 107 us per 79 MB, rows of 384 (gmixer_24_224) in 124 us per 38 MB.
-WARP = 32
 # Of cuDNN's kernel that pads channels: 216 us for 77 MB in 3 channels (resnet101, H100), 42 and 85 for 19 and 39 MB on
 # an H200.
 PADDING_SLOWDOWN = 2.4
@@ -25,19 +22,16 @@ PADDING_SLOWDOWN = 2.4
 def layer_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
     """Copies of strided inputs and gradients, and of inputs whose rows are padded for tensor cores.
 
-    Kernels that make an input write it in the layout that the layer needs; a copy is left where they cannot. The
-    backward's operator (`autopar.ops.wgrad_accumulation`) is not compiled, so that its copies read across rows.
+    Kernels that make an input write it in the layout that the layer needs; a copy is left where they cannot.
     """
     for op in filter(is_layer, fused.graph.ops):
         x, result = op.reads[0], op.outputs[0].name
         if has_unaligned_rows(x, fused) or (fused.is_strided(x) and fused.root(x) not in fused.copied_roots):
-            yield copy("forward", op, x, False)
+            yield copy("forward", op, x)
         if fused.stats.ops[op.name].gradients and fused.is_strided(x):
-            yield copy("backward", op, x, True, fused.operands[x].shape[-1])
+            yield copy("backward", op, x)
         if fused.stats.ops[op.name].gradients and is_read_strided(result, fused):
-            if any(reader.name in fused.external for view in views(result, fused) for reader in fused.readers[view]):
-                yield copy("backward", op, result, False)
-            yield copy("backward", op, result, True, fused.operands[result].shape[-1])
+            yield copy("backward", op, result)
 
 
 def product_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
@@ -47,9 +41,9 @@ def product_copies(fused: FusedGraph) -> Iterator[FusedKernel]:
             trained = bool(fused.stats.ops[op.name].gradients)
             for name in dict.fromkeys(op.reads[:2]):
                 if fused.is_in_memory(name) and has_scattered_batch(fused.operands[name]):
-                    yield copy("forward", op, name, False)
+                    yield copy("forward", op, name)
             if trained and is_transposed_later(op.outputs[0].name, fused):
-                yield copy("backward", op, op.outputs[0].name, False)
+                yield copy("backward", op, op.outputs[0].name)
 
 
 def padded_images(fused: FusedGraph) -> Iterator[FusedKernel]:
@@ -83,10 +77,9 @@ def views(name: str, fused: FusedGraph) -> list[str]:
     return [op.outputs[0].name for op in fused.readers.get(name, ()) if not fused.stats.ops[op.name].moves_data]
 
 
-def copy(direction: Direction, op: Op, name: str, is_transposed: bool, row: int = WARP) -> FusedKernel:
+def copy(direction: Direction, op: Op, name: str) -> FusedKernel:
     """The kernel that copies an operand, or a result's gradient, of a layer."""
-    times = min(1.0, row / WARP) if is_transposed else 1.0
-    return FusedKernel(direction, (op.name,), (Access(op.name, name, times, is_transposed),), (Access(op.name, name),))
+    return FusedKernel(direction, (op.name,), (Access(op.name, name),), (Access(op.name, name),))
 
 
 def has_unaligned_rows(name: str, fused: FusedGraph) -> bool:

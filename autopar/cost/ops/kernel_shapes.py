@@ -69,7 +69,7 @@ BACKWARD = Tiles(queries=128, keys=64, start=64)
 # -- products ------------------------------------------------------------------------------------------------------
 
 # Rows of 196 elements (mixer_b16_224): 148 to 218 us for products that take 44 us at the rate of aligned ones.
-UNALIGNED_SLOWDOWN = 4.0
+UNALIGNED_SLOWDOWN = 2.7
 HALF_ALIGNED_SLOWDOWN = 1.1  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
 # Batched products of small matrices take the time of whole tiles and of their starts; fitted to the step of
 # swin_base_patch4_window7_224 (49 tokens, head width 32). So do linear layers of few features. Those of talking heads,

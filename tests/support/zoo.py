@@ -1,0 +1,211 @@
+"""The zoo matrix: every family of models, traced, planned and compared with one device; docs/zoo.md shows it.
+
+``PYTHONPATH=tests python -m support.zoo run`` computes the cells that docs/zoo/cells.json lacks, a process per family,
+and can be interrupted and run again; ``run FAMILY…`` computes those families again. ``draw`` writes docs/zoo.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from torch import nn
+
+import autopar
+from autopar.tools.bench.description import plan_label
+from autopar.tools.parity.compare import compare, default_loss
+from autopar.trace.call import as_call
+from autopar.trace.passes.random_ops import is_random
+from autopar.trace.trace import trace
+from support.zoo_rows import Inputs, ZooRow, rows
+
+FOLDER = Path(__file__).parents[2] / "docs" / "zoo"
+CELLS, PAGE = FOLDER / "cells.json", FOLDER.parent / "zoo.md"
+HARDWARE, DEVICES, BATCH = "h200-nvlink", 4, 64
+MESHES: Mapping[str, Mapping[str, int]] = {
+    "chosen": {}, "pp 4": {"pp": 4}, "tp 4": {"tp": 4}, "pp 2 × tp 2": {"pp": 2, "tp": 2},
+}  # fmt: skip
+PAIRS: Mapping[str, Mapping[str, int]] = {"pp 2": {"pp": 2}, "tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
+STEPS, SAMPLES = 2, 8
+LIMIT = 900.0  # seconds for a family
+TIME_LEFT = "did not end in {:.0f} s"
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
+COLUMNS = ("traces", *(f"plan {m}" for m in MESHES), *(f"equal {m}" for m in PAIRS), "dropout")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of the matrix.
+
+    Args:
+        text: what was found, or why there is a ✗.
+    """
+
+    ok: bool
+    text: str
+
+
+# -- one family ----------------------------------------------------------------------------------------------------
+
+
+def row_cells(row: ZooRow) -> Iterator[tuple[str, Cell]]:
+    """All cells of a row by column, as they are computed."""
+    yield "traces", attempted(lambda: traced(row))
+    for mesh, sizes in MESHES.items():
+        yield f"plan {mesh}", attempted(lambda sizes=sizes: planned(row, sizes))
+    for pair, sizes in PAIRS.items():
+        yield f"equal {pair}", attempted(lambda sizes=sizes: compared(row, sizes))
+    yield "dropout", attempted(lambda: dropped(row))
+
+
+def attempted(cell: Any) -> Cell:
+    """The cell that a function computes; a ✗ with the error's first line if it raises one."""
+    try:
+        return cell()
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        return Cell(False, f"{type(error).__name__}: {lines[0][:300]}")
+
+
+def traced(row: ZooRow) -> Cell:
+    model, (args, kwargs) = row.planned(2)
+    graph = trace(model.train(), args, kwargs, "train", row.name)
+    return Cell(True, f"{len(graph.ops)} operations")
+
+
+def planned(row: ZooRow, sizes: Mapping[str, int]) -> Cell:
+    model, inputs = row.planned(BATCH)
+    plan = autopar.plan(
+        model.train(), DEVICES, as_inputs(model, inputs), hardware=HARDWARE, precision="bf16", cost="analytic", **sizes
+    )
+    return Cell(True, f"{plan_label(plan)}: {1e3 * plan.prediction.step_seconds:.1f} ms")
+
+
+def compared(row: ZooRow, sizes: Mapping[str, int]) -> Cell:
+    """Outputs, loss, gradients, weights and buffers in float64 against one device; dropout is off."""
+    model, inputs = doubled(row, dropout=False)
+    parity = compare(model, inputs, devices=2, steps=STEPS, microbatch_size=SAMPLES // 4, **sizes)
+    if parity.steps != STEPS:
+        return Cell(False, parity.notes[-1])
+    wrong = [r for r in parity.rows if not r.ok]
+    if wrong:
+        return Cell(False, "; ".join(f"{r.quantity}: {r.max_relative:.1e} in {r.worst}" for r in wrong))
+    return Cell(True, f"{max(r.max_relative for r in parity.rows):.0e}")
+
+
+def dropped(row: ZooRow) -> Cell:
+    """Losses with dropout on every pair of devices against those on one device."""
+    model, inputs = doubled(row, dropout=True)
+    call = as_call(model, inputs)
+    if not any(is_random(op) for op in trace(model, call.first(2).args, call.first(2).kwargs, "train").ops):
+        return Cell(True, "draws no random numbers")
+    loss_fn, y, _ = default_loss(model, call)
+    losses: dict[str, list[float]] = {}
+    for mesh, sizes in ({"one": {"pp": 1}} | dict(PAIRS)).items():
+        devices = max(sizes.values())
+        with autopar.parallelize(
+            model, devices, inputs, loss_fn=loss_fn, optimizer=SGD, microbatch_size=SAMPLES // 4, compile=False, **sizes
+        ) as pm:
+            losses[mesh] = [pm.train_step(inputs, y).loss for _ in range(STEPS)]
+    wrong = {m: found for m, found in losses.items() if not torch.allclose(*map(torch.tensor, (found, losses["one"])))}
+    return Cell(not wrong, f"losses {losses}" if wrong else "equal losses")
+
+
+def doubled(row: ZooRow, dropout: bool) -> tuple[nn.Module, Any]:
+    """The small model in float64 with random weights, and its inputs."""
+    torch.manual_seed(0)
+    model = row.small(dropout).double().train()
+    inputs = row.inputs(SAMPLES)
+
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    args, kwargs = inputs
+    return model, as_inputs(model, (tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}))
+
+
+def as_inputs(model: nn.Module, inputs: Inputs) -> Any:
+    """Arguments in the form that `autopar.parallelize` takes: a tensor, or a dict."""
+    args, kwargs = inputs
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+# -- all families --------------------------------------------------------------------------------------------------
+
+
+def saved() -> dict[str, dict[str, Any]]:
+    return json.loads(CELLS.read_text()) if CELLS.exists() else {}
+
+
+def save(found: Mapping[str, Mapping[str, Any]]) -> None:
+    order = {row.key: number for number, row in enumerate(rows())}
+    kept = {key: found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))}
+    CELLS.parent.mkdir(parents=True, exist_ok=True)
+    CELLS.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def run_row(row: ZooRow, limit: float) -> dict[str, Any]:
+    """All cells of a row, computed in a process of its own for at most so many seconds."""
+    cells: dict[str, Any] = {}
+    if row.blocked:
+        return dict.fromkeys(COLUMNS, asdict(Cell(False, row.blocked)))
+    started = time.monotonic()
+    command = [sys.executable, "-m", "support.zoo", "cells", row.key]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        timer = threading.Timer(limit, lambda: os.killpg(process.pid, signal.SIGKILL))
+        timer.start()
+        for line in process.stdout:
+            if line.startswith("{"):
+                cells |= json.loads(line)
+        timer.cancel()
+    reason = TIME_LEFT.format(limit) if time.monotonic() - started >= limit else f"ended with code {process.returncode}"
+    return {column: cells.get(column, asdict(Cell(False, reason))) for column in COLUMNS}
+
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command()
+def run(
+    families: Annotated[list[str] | None, typer.Argument(help="Families to compute again.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds for a family.")] = LIMIT,
+) -> None:
+    """Compute cells, and keep them in docs/zoo/cells.json."""
+    found = saved()
+    wanted = [row for row in rows() if (row.family in families if families else row.key not in found)]
+    for row in track(wanted, "families"):
+        cells = run_row(row, limit)
+        record = {"name": row.name, "part": row.part, "torch": torch.__version__, "cells": cells}
+        save(saved() | {row.key: record})
+        print(row.key, " ".join("✓" if cells[column]["ok"] else "✗" for column in COLUMNS), flush=True)
+
+
+@app.command()
+def cells(key: str) -> None:
+    """Print the cells of one row as JSON lines."""
+    warnings.simplefilter("ignore")
+    row = next(row for row in rows() if row.key == key)
+    for column, cell in row_cells(row):
+        print(json.dumps({column: asdict(cell)}), flush=True)
+
+
+if __name__ == "__main__":
+    app()

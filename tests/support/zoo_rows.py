@@ -1,0 +1,119 @@
+"""Rows of the zoo matrix (docs/zoo.md): a model of each family, its inputs, and a small version to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from timm.models import create_model
+from torch import nn
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a call
+
+# The model of each of timm's modules: the smallest one that people train.
+TIMM: Mapping[str, str] = {
+    "beit": "beit_base_patch16_224", "byoanet": "halonet_h1", "byobnet": "resnet32ts", "cait": "cait_xxs24_224",
+    "coat": "coat_tiny", "convit": "convit_tiny", "convmixer": "convmixer_768_32", "convnext": "convnext_atto",
+    "cpubone": "cpubone_nano", "crossvit": "crossvit_tiny_240", "csatv2": "csatv2", "cspnet": "cs3darknet_focus_s",
+    "cspnext": "cspnext_tiny", "davit": "davit_tiny", "deepseek_vit": "deepseek_vit_412m",
+    "deit": "deit_tiny_patch16_224", "densenet": "densenet121", "dla": "dla46x_c", "dpn": "dpn48b",
+    "edgenext": "edgenext_xx_small", "efficientformer": "efficientformer_l1",
+    "efficientformer_v2": "efficientformerv2_s0", "efficientnet": "efficientnet_b0", "efficientvim": "efficientvim_m1",
+    "efficientvit_mit": "efficientvit_b0", "efficientvit_msra": "efficientvit_m0",
+    "eva": "vit_tiny_patch16_dinov3_qkvb", "fasternet": "fasternet_t0", "fastvit": "fastvit_t8",
+    "focalnet": "focalnet_tiny_srf", "gcvit": "gcvit_xxtiny", "gemma4_vit": "gemma4_vit_167m",
+    "ghostnet": "ghostnet_050", "hardcorenas": "hardcorenas_b", "hgnet": "hgnetv2_b0", "hiera": "hiera_tiny_224",
+    "hieradet_sam2": "sam2_hiera_tiny", "hrnet": "hrnet_w18_small", "iformer": "iformer_t",
+    "inception_next": "inception_next_atto", "inception_resnet_v2": "inception_resnet_v2",
+    "inception_v3": "inception_v3", "inception_v4": "inception_v4", "lcnetv2": "lcnetv2_small", "levit": "levit_128s",
+    "lowformer": "lowformer_b0", "mambaout": "mambaout_femto", "maxxvit": "coatnet_pico_rw_224",
+    "metaformer": "poolformerv2_s12", "mlp_mixer": "gmlp_ti16_224", "mobilenetv3": "mobilenetv3_small_050",
+    "mobilenetv5": "mobilenetv5_base", "mobilevit": "mobilevit_xxs", "mvitv2": "mvitv2_tiny",
+    "naflexvit": "naflexvit_base_patch16_parfac_gap", "nasnet": "nasnetalarge", "nest": "nest_tiny",
+    "nextvit": "nextvit_small", "nfnet": "nf_regnet_b0", "pit": "pit_ti_224", "pnasnet": "pnasnet5large",
+    "pvt_v2": "pvt_v2_b0", "qwen3_vit": "qwen3_vit_88m", "rdnet": "rdnet_tiny", "regnet": "regnetx_002",
+    "repghost": "repghostnet_050", "repvit": "repvit_m1", "res2net": "res2next50", "resnest": "resnest14d",
+    "resnet": "resnet18", "resnetv2": "resnetv2_18", "rexnet": "rexnet_100", "selecsls": "selecsls42",
+    "senet": "legacy_seresnet18", "sequencer": "sequencer2d_s", "shvit": "shvit_s1", "sknet": "skresnet18",
+    "starnet": "starnet_s050", "swiftformer": "swiftformer_xs", "swin_transformer": "swin_tiny_patch4_window7_224",
+    "swin_transformer_v2": "swinv2_tiny_window8_256", "swin_transformer_v2_cr": "swinv2_cr_tiny_224",
+    "tiny_vit": "tiny_vit_5m_224", "tnt": "tnt_s_legacy_patch16_224", "tresnet": "tresnet_m",
+    "twins": "twins_svt_small", "vgg": "vgg11", "visformer": "visformer_tiny",
+    "vision_transformer": "vit_tiny_patch16_224", "vision_transformer_hybrid": "vit_tiny_r_s16_p8_224",
+    "vision_transformer_relpos": "vit_relpos_small_patch16_224", "vision_transformer_sam": "samvit_base_patch16_224",
+    "vitamin": "vitamin_small_224", "volo": "volo_d1_224", "vovnet": "ese_vovnet19b_slim_dw",
+    "xception": "legacy_xception", "xception_aligned": "xception41p", "xcit": "xcit_nano_12_p8_224",
+}  # fmt: skip
+SIDES = (64, 96, 128, 160, 192, 224, 256)  # of small images, pixel
+RATES = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})  # the first that a model takes
+
+
+@dataclass(frozen=True)
+class ZooRow:
+    """A family of models.
+
+    Args:
+        name: of the model, as a user would write it.
+        planned: the model by name, or a factory of its full size, with the arguments of a call with so many samples.
+        small: makes a small version, with dropout or without; both are equal where the family has none.
+        inputs: arguments of a call of the small version with so many samples.
+        part: which part of the model can be split, where that is not all.
+        blocked: why the model cannot be traced, and what would have to change.
+    """
+
+    source: str
+    family: str
+    name: str
+    small: Callable[[bool], nn.Module]
+    inputs: Callable[[int], Inputs]
+    planned: Callable[[int], tuple[nn.Module, Inputs]]
+    part: str = ""
+    blocked: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.source}/{self.family}"
+
+
+def timm_row(family: str, name: str) -> ZooRow:
+    """The row of a module of timm."""
+
+    def planned(batch: int) -> tuple[nn.Module, Inputs]:
+        with torch.device("meta"):
+            model = create_model(name)
+        return model, ((torch.empty(batch, *model.default_cfg["input_size"], device="meta"),), {})
+
+    def small(dropout: bool) -> nn.Module:
+        return smallest(name, dropout)[0]
+
+    def inputs(batch: int) -> Inputs:
+        side = smallest(name)[1]
+        return (torch.randn(batch, 3, side, side),), {}
+
+    return ZooRow("timm", family, name, small, inputs, planned)
+
+
+def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
+    """The model with its smallest images of SIDES, and their side; its own size if it takes none of them."""
+    given = RATES if dropout else ({"drop_path_rate": 0.0}, {})
+    sides = (*SIDES, max(timm.get_pretrained_cfg(name).input_size[1:]))  # type: ignore[union-attr]
+    for side in sides:
+        for sized in ({"img_size": side}, {}):
+            for rates in given:
+                torch.manual_seed(0)
+                try:
+                    model = create_model(name, **sized, **rates)
+                    with torch.no_grad():
+                        model(torch.randn(2, 3, side, side))
+                except Exception:  # models refuse sizes and arguments in many ways
+                    continue
+                return model, side
+    raise AssertionError(f"{name} takes none of {sides}")
+
+
+def rows() -> Iterator[ZooRow]:
+    """All rows."""
+    yield from (timm_row(family, name) for family, name in TIMM.items())
