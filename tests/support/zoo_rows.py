@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import timm
@@ -48,6 +49,8 @@ TIMM: Mapping[str, str] = {
     "xception": "legacy_xception", "xception_aligned": "xception41p", "xcit": "xcit_nano_12_p8_224",
 }  # fmt: skip
 SIDES = (64, 96, 128, 160, 192, 224, 256)  # of small images, pixel
+MANY_PARAMETERS = 3e7  # from which a small version has few blocks, if the model has such an argument
+FEW_BLOCKS: Sequence[dict[str, Any]] = ({"depth": 4}, {"depths": (1, 1, 2, 1)}, {})
 RATES = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})  # the first that a model takes
 
 
@@ -99,18 +102,19 @@ def timm_row(family: str, name: str) -> ZooRow:
 def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
     """The model with its smallest images of SIDES, and their side; its own size if it takes none of them."""
     given = RATES if dropout else ({"drop_path_rate": 0.0}, {})
+    with torch.device("meta"):
+        is_large = sum(p.numel() for p in create_model(name).parameters()) > MANY_PARAMETERS
     sides = (*SIDES, max(timm.get_pretrained_cfg(name).input_size[1:]))  # type: ignore[union-attr]
     for side in sides:
-        for sized in ({"img_size": side}, {}):
-            for rates in given:
-                torch.manual_seed(0)
-                try:
-                    model = create_model(name, **sized, **rates)
-                    with torch.no_grad():
-                        model(torch.randn(2, 3, side, side))
-                except Exception:  # models refuse sizes and arguments in many ways
-                    continue
-                return model, side
+        for fewer, sized, rates in product(FEW_BLOCKS if is_large else ({},), ({"img_size": side}, {}), given):
+            torch.manual_seed(0)
+            try:
+                model = create_model(name, **fewer, **sized, **rates)
+                with torch.no_grad():
+                    model(torch.randn(2, 3, side, side))
+            except Exception:  # models refuse sizes and arguments in many ways
+                continue
+            return model, side
     raise AssertionError(f"{name} takes none of {sides}")
 
 

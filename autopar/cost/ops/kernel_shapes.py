@@ -68,8 +68,9 @@ BACKWARD = Tiles(queries=128, keys=64, start=64)
 
 # -- products ------------------------------------------------------------------------------------------------------
 
-# Rows of 196 elements (mixer_b16_224): 148 to 218 us for products that take 44 us at the rate of aligned ones.
-UNALIGNED_SLOWDOWN = 2.7
+# Products of batches with unaligned rows, against aligned ones. torch.compile pads linear layers: those with rows of
+# 196 elements (mixer_b16_224, H100) take 87 to 161 us instead of 44.
+UNALIGNED_SLOWDOWN, PADDED_SLOWDOWN = 4.0, 2.7
 HALF_ALIGNED_SLOWDOWN = 1.1  # fitted to the step of vit_so400m_patch14_siglip_224, whose rows are of 4,304 elements
 # Batched products of small matrices take the time of whole tiles and of their starts; fitted to the step of
 # swin_base_patch4_window7_224 (49 tokens, head width 32). So do linear layers of few features. Those of talking heads,
@@ -84,7 +85,7 @@ def product_slowdown(op: Op, graph: Graph) -> float:
         out_features, in_features = graph.shapes[op.reads[1]]
         if prod(result.shape[:-1]) < TILE_ROWS:
             return 1.0
-        slowdown = alignment_slowdown((in_features, out_features), result.dtype)
+        slowdown = alignment_slowdown((in_features, out_features), result.dtype, PADDED_SLOWDOWN)
         if min(in_features, out_features) >= TILE_ROWS:
             return slowdown
         tiles = tile_depth(in_features, LAYER_START_DEPTH) * padded(out_features, TILE_ROWS)
@@ -94,7 +95,7 @@ def product_slowdown(op: Op, graph: Graph) -> float:
         return 1.0
     rows, depth, columns = operands[0][-2], operands[0][-1], result.shape[-1]
     tiles = padded(rows, TILE_ROWS) * padded(columns, TILE_ROWS) * tile_depth(depth)
-    return tiles / (rows * depth * columns) * alignment_slowdown((depth, columns), result.dtype)
+    return tiles / (rows * depth * columns) * alignment_slowdown((depth, columns), result.dtype, UNALIGNED_SLOWDOWN)
 
 
 # A convolution of few channels pads them to 16 bytes. Its forward steps through 32 channels of one position of the
@@ -136,12 +137,13 @@ def tile_depth(depth: int, start: int = TILE_START_DEPTH) -> int:
     return padded(depth, TILE_DEPTH) + start
 
 
-def alignment_slowdown(row_lengths: Sequence[int], dtype: str) -> float:
+def alignment_slowdown(row_lengths: Sequence[int], dtype: str, unaligned: float) -> float:
     """Seconds of a product over those of an aligned product of as many FLOPs.
 
     Args:
         row_lengths: elements of the last dims of its operands and results.
+        unaligned: the slowdown if tensor cores cannot load all rows.
     """
     if any(not is_aligned(length, dtype) for length in row_lengths):
-        return UNALIGNED_SLOWDOWN
+        return unaligned
     return 1.0 if all(is_aligned(length, dtype, FULL_SPEED_BYTES) for length in row_lengths) else HALF_ALIGNED_SLOWDOWN
