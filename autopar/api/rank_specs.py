@@ -11,6 +11,7 @@ from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Weight
 from autopar.ir.layout import REPLICATED, TP
+from autopar.measure.compile_ahead import compile_ahead
 from autopar.runtime.launch.devices import Machine
 from autopar.runtime.params.flat_buckets import replica_owners
 from autopar.runtime.spec import RankSpec, TrainingRecipe
@@ -40,7 +41,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         rank=0,
         mesh=mesh,
         device=machine.device_of(0),
-        build=partial(graph_module, compiled=compiled),
+        build=partial(graph_module, compiled=compiled, ahead=compile_ahead),
         compiled=compiled,
         weights=local(0, 0),
         holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},

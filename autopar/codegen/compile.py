@@ -7,9 +7,9 @@ function of weights and values, which is compiled once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import log2, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,8 +34,78 @@ SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.l
 
 # Compiled functions of this process, by code and arguments, least recently used first. Stages, modes and models share
 # them. A function that is dropped here stays with the modules that call it.
-COMPILED_REGIONS: dict[str, Callable[..., Any]] = {}
+COMPILED_REGIONS: dict[str, RegionCode] = {}
 MAX_COMPILED_REGIONS = 256
+
+
+class Argument(NamedTuple):
+    """What torch.compile knows of a region's argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    requires_grad: bool
+    is_parameter: bool = False
+
+    def fake(self, device: torch.device) -> Tensor:
+        """A tensor like it, without memory within a `FakeTensorMode`."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.is_parameter:
+            return nn.Parameter(tensor, requires_grad=self.requires_grad)
+        tensor.requires_grad_(self.requires_grad)
+        return tensor.view_as(tensor)  # no leaf, like what another region made
+
+
+@dataclass(frozen=True)
+class RegionSource:
+    """What torch.compile makes the code of equal regions from; can be pickled.
+
+    Args:
+        options: of torch.compile.
+    """
+
+    module: fx.GraphModule
+    arguments: tuple[Argument, ...]
+    options: Mapping[str, Any]
+    device: torch.device
+
+    def compile_only(self) -> None:
+        """Compile forward and backward into torch's caches on disk; nothing runs."""
+        # Not public in torch 2.11 to 2.15: tensors without memory, what a backend's exceptions become, and the backend
+        # of torch.compile for some options. Their imports bring in the whole compiler.
+        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        inductor = torch._TorchCompileInductorWrapper(None, dict(self.options) or None, False)
+
+        def backend(module: fx.GraphModule, arguments: list[Tensor]) -> Any:
+            inductor(module, arguments)
+            raise IsCompiled
+
+        with FakeTensorMode():
+            arguments = [argument.fake(self.device) for argument in self.arguments]
+        try:
+            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+                torch.compile(self.module, fullgraph=True, dynamic=False, backend=backend)(*arguments)
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, IsCompiled):
+                raise
+
+
+class IsCompiled(Exception):
+    """Ends a call of `RegionSource.compile_only` before it would run what was compiled."""
+
+
+CompileAhead = Callable[[Sequence[RegionSource]], None]
+
+
+@dataclass(eq=False)
+class RegionCode:
+    """The compiled function of equal regions; new until it is called."""
+
+    source: RegionSource
+    call: Callable[..., Any]
+    is_new: bool = True
 
 
 class CompiledRegion(nn.Module):
@@ -45,17 +115,27 @@ class CompiledRegion(nn.Module):
     one stage after the other, and the first stages wait for all. A forward on a GPU needs no host to wait.
     """
 
-    def __init__(self, call: Callable[..., Any], weights: Sequence[Tensor]) -> None:
+    def __init__(self, code: RegionCode, weights: Sequence[Tensor], ahead: CompileAhead | None) -> None:
         super().__init__()
-        self.call, self.weights = call, list(weights)  # a list: the module that holds the region owns them
-        self.is_new = True
+        self.code, self.weights = code, list(weights)  # a list: the module that holds the region owns them
+        self.ahead, self.is_new = ahead, True
 
     def forward(self, *args: Tensor) -> Any:
         if self.is_new:
             self.is_new = False
+            if self.code.is_new and self.ahead is not None:
+                self.ahead([code.source for code in take_new()])
             with functorch_config.patch(force_non_lazy_backward_lowering=True):
-                return self.call(*self.weights, *args)
-        return self.call(*self.weights, *args)
+                return self.code.call(*self.weights, *args)
+        return self.code.call(*self.weights, *args)
+
+
+def take_new() -> list[RegionCode]:
+    """The code of all regions of this process that is new, which it no longer is."""
+    codes = [code for code in COMPILED_REGIONS.values() if code.is_new]
+    for code in codes:
+        code.is_new = False
+    return codes
 
 
 def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
@@ -80,6 +160,7 @@ def compiled_region(
     device: torch.device,
     recompute: bool = False,
     keep_order: bool = False,
+    ahead: CompileAhead | None = None,
 ) -> CompiledRegion:
     """A region that torch.compile compiles at its first call, unless an equal region has been compiled.
 
@@ -93,6 +174,7 @@ def compiled_region(
         device: on which the region runs.
         recompute: checkpoint the region: save only its inputs.
         keep_order: run collectives in the order of the trace, as other ranks do whose shapes differ.
+        ahead: compiles all new regions of the process, at the first call of one of them.
     """
     ops, numbers = with_random_arguments(region.ops)
     held = {name: weights[name] for op in region.ops for name in op.reads if name in weights}
@@ -102,11 +184,15 @@ def compiled_region(
     arguments, results = (*own, *region.reads), region.makes
     module = emit(numbered.ops, [numbered.names[n] for n in arguments], [numbered.names[n] for n in results])
     keep_gradient_layouts(module, [values[name] for name in region.reads])
-    taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held.values()]
-    taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
+    taken = [
+        Argument(tuple(w.shape), w.dtype, w.stride(), w.requires_grad, isinstance(w, nn.Parameter))
+        for w in held.values()
+    ]
+    read = (values[name] for name in region.reads)
+    taken += [Argument(v.shape, getattr(torch, v.dtype), v.stride, v.requires_grad) for v in read]
     key = f"{module.code}\n{taken}\n{recompute}\n{keep_order}"
-    call = COMPILED_REGIONS.pop(key, None)
-    if call is None:
+    code = COMPILED_REGIONS.pop(key, None)
+    if code is None:
         whole = with_checkpoint(module, region.is_random) if recompute else module
         options = norm_options(region.ops) if device.type == "cuda" else {}
         if keep_order:
@@ -114,10 +200,11 @@ def compiled_region(
 
             options[CUSTOM_PASS] = CollectivesInOrder()
         call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
-    COMPILED_REGIONS[key] = call
+        code = RegionCode(RegionSource(whole, tuple(taken), options, device), call)
+    COMPILED_REGIONS[key] = code
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
-    return CompiledRegion(call, list(held.values()))
+    return CompiledRegion(code, list(held.values()), ahead)
 
 
 def keep_gradient_layouts(region: fx.GraphModule, reads: Sequence[Value]) -> None:

@@ -21,7 +21,7 @@ from autopar.codegen.activation_checkpoint import (
     segment_source,
     segments_of,
 )
-from autopar.codegen.compile import compiled_region
+from autopar.codegen.compile import CompileAhead, compiled_region
 from autopar.codegen.fusions.async_tp import fuse_async_tp
 from autopar.codegen.fusions.patch_embed import use_patch_embed
 from autopar.codegen.fusions.wgrad import MainGradLookup, fuse_wgrad, no_main_grads
@@ -46,6 +46,7 @@ def graph_module(
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
     sums: MainGradLookup = no_main_grads,
     compiled: bool = False,
+    ahead: CompileAhead | None = None,
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
 
@@ -59,6 +60,7 @@ def graph_module(
             weights can share one. It is called before the first operation, region or segment that reads one of them.
         sums: returns the key of a weight's main gradient, into which its compiled linear layer accumulates, or None.
         compiled: compile the operations with torch.compile, region by region, at the first call.
+        ahead: as in `autopar.codegen.compile.compiled_region`.
     """
     attributes: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
     if program.output_boundaries and any(writes_into_value(op) for op in program.ops):
@@ -73,7 +75,7 @@ def graph_module(
         return emit_module(ops, arguments, results, {}, device, axes, "Region")
 
     def compile_region(region: Segment, recompute: bool = False) -> nn.Module:
-        return compiled_region(region, values, attributes, emit_region, device, recompute, program.shapes_differ)
+        return compiled_region(region, values, attributes, emit_region, device, recompute, program.shapes_differ, ahead)
 
     size, bounds = len(program.ops), program.segments
     first, end = (bounds[0], bounds[-1]) if bounds else (size, size)

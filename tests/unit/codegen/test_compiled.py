@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Iterator
 from itertools import pairwise, product
 from typing import Any
@@ -106,6 +107,23 @@ def test_equal_blocks_are_compiled_once(quick_compiler: list[Any]) -> None:
         module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
         assert torch.allclose(module(x)[0], model(x), atol=1e-5)
         assert len(quick_compiler) == 3  # what is before the blocks, a block, what is behind
+
+
+def test_new_regions_are_compiled_ahead_once(quick_compiler: list[Any]) -> None:
+    model, x = tiny_vit(3), torch.randn(2, 3, 32, 32)
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    calls: list[Any] = []
+    for _ in range(2):
+        module = graph_module(
+            program, weight_tensors(model, graph), torch.device("cpu"), compiled=True, ahead=calls.append
+        )
+        module(x)
+    (sources,) = calls
+    assert len(sources) == 3 and [s.module.code for s in sources] == [m.code for m in quick_compiler]
+    for source in pickle.loads(pickle.dumps(sources)):
+        tensors = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype) for a in source.arguments]
+        assert all(made.shape[0] == 2 for made in source.module(*tensors))
 
 
 class StochasticDepth(nn.Module):

@@ -1,0 +1,81 @@
+"""Regions that other processes compile before a rank runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.measure.compile_ahead import WORKERS, compile_ahead, num_workers
+
+SCRIPT = """
+import sys
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import mse_loss
+
+import autopar
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*[nn.LayerNorm(8), nn.Tanh()] * 4) for _ in range(2))
+        self.wide = nn.ModuleList(nn.Sequential(*[nn.LayerNorm(16), nn.Tanh()] * 4) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = torch.cat([x, x], -1)
+        for block in self.wide:
+            x = block(x)
+        return x
+
+
+def main():
+    x, y = torch.randn(4, 3, 8), torch.randn(4, 3, 16)
+    with autopar.parallelize(
+        Blocks(), 1, x, loss_fn=mse_loss, optimizer=torch.optim.SGD, microbatches=1, compile=True, cost="analytic"
+    ) as pm:
+        print("loss", pm.train_step(x, y).loss)
+    found = counters["inductor"]
+    print("hits", found["fxgraph_cache_hit"], "misses", found["fxgraph_cache_miss"])
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
+"""
+
+
+def run(folder: Path, workers: str) -> list[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    variables = {WORKERS: workers, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{workers}")}
+    done = subprocess.run([sys.executable, script], env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-2:]
+
+
+@pytest.mark.full
+def test_a_rank_finds_what_workers_compiled(tmp_path: Path) -> None:
+    loss, counts = run(tmp_path, "0")
+    assert counts.startswith("hits 0 ") and not counts.endswith("misses 0")
+    ahead_loss, ahead_counts = run(tmp_path, "2")
+    assert ahead_counts.endswith(" misses 0") and not ahead_counts.startswith("hits 0")
+    assert ahead_loss == loss
+
+
+def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WORKERS, raising=False)
+    assert num_workers() == 0
+    compile_ahead([])
+    monkeypatch.setenv(WORKERS, "many")
+    with pytest.raises(UsageError, match="AUTOPAR_COMPILE_WORKERS='many' must be a number of processes"):
+        num_workers()
