@@ -64,7 +64,7 @@ def with_random_arguments(ops: Sequence[Op]) -> tuple[list[Op], dict[str, Tensor
     changed: list[Op] = []
 
     def constant(op: Op, number: float, dtype: torch.dtype) -> Ref:
-        tensors[f"{op.name}.number"] = torch.tensor(number, dtype=dtype)
+        tensors[f"{op.name}.number"] = torch.tensor(number, dtype=dtype, device="cpu")
         return Ref(f"{op.name}.number")
 
     for op in ops:

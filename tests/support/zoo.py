@@ -207,5 +207,48 @@ def cells(key: str) -> None:
         print(json.dumps({column: asdict(cell)}), flush=True)
 
 
+# -- the page ------------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- begin: python -m support.zoo draw -->", "<!-- end -->"
+
+
+def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Number of families and of cells, and the share of ✓."""
+    marks = [record["cells"][column]["ok"] for record in found.values() for column in COLUMNS]
+    return f"{len(found)} families, {len(marks)} cells, {100 * sum(marks) / max(1, len(marks)):.1f} % ✓."
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A row per family, then the reasons of all ✗."""
+    yield f"| family | model | {' | '.join(COLUMNS)} |"
+    yield f"|---|---|{'---|' * len(COLUMNS)}"
+    reasons: list[str] = []
+    for key, record in found.items():
+        marks = []
+        for column in COLUMNS:
+            cell = record["cells"][column]
+            if not cell["ok"]:
+                reasons.append(f"{len(reasons) + 1}. {key}, {column}: {cell['text']}")
+            marks.append("✓" if cell["ok"] else f"✗ {len(reasons)}")
+        part = f" ({record['part']})" if record["part"] else ""
+        yield f"| {key.replace('/', ': ')} | {record['name']}{part} | {' | '.join(marks)} |"
+    if reasons:
+        yield ""
+        yield from reasons
+
+
+def page_text(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with the matrix of today's cells."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return "\n".join([before + BEGIN, "", summary(found), "", *table(found), "", END + after])
+
+
+@app.command()
+def draw() -> None:
+    """Write the matrix into docs/zoo.md."""
+    PAGE.write_text(page_text(PAGE.read_text(), saved()))
+
+
 if __name__ == "__main__":
     app()

@@ -51,7 +51,7 @@ TIMM: Mapping[str, str] = {
 SIDES = (64, 96, 128, 160, 192, 224, 256)  # of small images, pixel
 MANY_PARAMETERS = 3e7  # from which a small version has few blocks, if the model has such an argument
 FEW_BLOCKS: Sequence[dict[str, Any]] = ({"depth": 4}, {"depths": (1, 1, 2, 1)}, {})
-RATES = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})  # the first that a model takes
+RATES: Sequence[dict[str, Any]] = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})  # the first that a model takes
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,14 @@ def timm_row(family: str, name: str) -> ZooRow:
 
 def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
     """The model with its smallest images of SIDES, and their side; its own size if it takes none of them."""
-    given = RATES if dropout else ({"drop_path_rate": 0.0}, {})
+    given: Sequence[dict[str, Any]] = RATES if dropout else ({"drop_path_rate": 0.0}, {})
     with torch.device("meta"):
         is_large = sum(p.numel() for p in create_model(name).parameters()) > MANY_PARAMETERS
     sides = (*SIDES, max(timm.get_pretrained_cfg(name).input_size[1:]))  # type: ignore[union-attr]
     for side in sides:
-        for fewer, sized, rates in product(FEW_BLOCKS if is_large else ({},), ({"img_size": side}, {}), given):
+        blocks: Sequence[dict[str, Any]] = FEW_BLOCKS if is_large else ({},)
+        sizes: Sequence[dict[str, Any]] = ({"img_size": side}, {})
+        for fewer, sized, rates in product(blocks, sizes, given):
             torch.manual_seed(0)
             try:
                 model = create_model(name, **fewer, **sized, **rates)

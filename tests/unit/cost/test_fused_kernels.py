@@ -109,8 +109,8 @@ backward: 1.batch_norm 2.relu: 0.conv2d*2 2.relu*2 2.relu*2 -> 0.conv2d""",
 forward: norm.layer_norm: embed.linear -> norm.layer_norm^T
 forward: add: embed.linear transpose_1^T -> add
 backward: norm.layer_norm add: add embed.linear norm.layer_norm -> embed.linear
-backward: tokens.linear: transpose^T -> transpose
-backward: tokens.linear: tokens.linear^T -> tokens.linear""",
+backward: tokens.linear: transpose -> transpose
+backward: tokens.linear: tokens.linear -> tokens.linear""",
     ),
     "attention": (  # queries, keys and values are views; their gradients are gathered into one
         lambda: traced(timm.layers.Attention(32, 2, qkv_bias=True), 4, 8, 32),

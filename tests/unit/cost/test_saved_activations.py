@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import timm
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from support.effort import only
 from support.graphs import graph, op, parameter, value
 from support.models import tiny_vit
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from autopar.api.planning.plan import example_call
 from autopar.codegen import compile as compiled
@@ -102,8 +107,16 @@ def test_what_is_kept_is_what_torch_keeps(
     """By the partitioner that inductor calls, without making machine code."""
     whole = torch.compile
 
+    def partition(joint: fx.GraphModule, arguments: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)  # drops views that change nothing
+        return min_cut_rematerialization_partition(joint, arguments, compiler="inductor", **options)
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=select_decomp_table, partition_fn=partition
+    )
+
     def partitioned(module: Any, **options: Any) -> Any:
-        return whole(module, backend="aot_eager_decomp_partition", **options)
+        return whole(module, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", partitioned)
     monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
