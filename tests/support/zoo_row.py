@@ -24,7 +24,6 @@ class ZooRow:
         inputs: positional and keyword arguments for so many samples; all are of one kind.
         part: part of the model that is split, if it is not the whole; empty otherwise.
         blocked: reason that the model itself cannot be traced, and its remedy; empty otherwise.
-        dtype: of the comparison with one device; not float64 where the model makes float32 constants itself.
     """
 
     source: str
@@ -34,7 +33,6 @@ class ZooRow:
     inputs: Callable[[int], Inputs]
     part: str = ""
     blocked: str = ""
-    dtype: torch.dtype = torch.float64
 
 
 def images(side: int) -> Callable[[int], Inputs]:
