@@ -30,6 +30,14 @@ ADVICE = (
     "use torch.where or torch.cond there, or hand autopar the part of the model that can be traced."
 )
 
+DETECTORS = "torchvision.models.detection"
+DETECTOR_ADVICE = (
+    "torchvision's detectors cannot be traced as a whole: they take lists of images and targets, and each image has a "
+    "number of boxes of its own. Hand autopar a module of the model's backbone and head, whose forward is "
+    "head(list(backbone(images).values())) for one tensor of resized, normalised images (the head of an R-CNN is "
+    "model.rpn.head), and compute anchors and losses in loss_fn."
+)
+
 
 @contextlib.contextmanager
 def forget_sources() -> Iterator[None]:
@@ -181,7 +189,9 @@ def custom_functions(output: Any) -> set[str]:
 def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
     """The error message for a model that torch.export refuses."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    detector = any(kind.__module__.startswith(DETECTORS) for kind in type(model).__mro__)
     return (
         f"Cannot trace {type(model).__name__} in {mode} mode{frame_text(user_frame(error))}. torch.export says: "
-        f"{type(error).__name__}: {reason}{'' if reason.endswith(('.', '!', '?')) else '.'} {ADVICE}"
+        f"{type(error).__name__}: {reason}{'' if reason.endswith(('.', '!', '?')) else '.'} "
+        f"{DETECTOR_ADVICE if detector else ADVICE}"
     )

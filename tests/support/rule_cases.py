@@ -117,6 +117,7 @@ def products() -> Iterator[Case]:
     yield case("bmm.default", x(4, 4, 8), x(4, 8, 12))
     yield case("mv.default", x(4, 8), x(8))
     yield case("dot.default", x(8), x(8))
+    yield case("outer.default", x(4), x(8))
     for left, right in (
         ((4, 8), (8, 12)), ((2, 4, 8), (8, 12)), ((4, 8), (4, 8, 4)), ((4, 1, 4, 8), (2, 8, 4)), ((8,), (4, 8, 4)),
         ((4, 8), (8,)), ((8,), (8,)),
@@ -299,6 +300,11 @@ def parts() -> Iterator[Case]:
     yield case("chunk.default", x(4, 8), 3, 1)
     yield case("glu.default", x(4, 8))
     yield case("glu.default", x(8, 4), 0)
+    yield case("tensor_split.indices", x(4, 8, 4), (1,), 1)
+    yield case("tensor_split.indices", x(8, 4), (4,))
+    yield case("tensor_split.sections", x(4, 8), 2, -1)
+    yield case("topk.default", x(4, 8), 3)
+    yield case("topk.default", x(4, 8), 4, 0)
     for target in ("cat", "concat"):
         yield case(f"{target}.default", (x(4, 4), x(4, 4), x(4, 4)), -1)
     yield case("cat.default", (x(4, 4), x(4, 8)), 1)
@@ -322,6 +328,8 @@ def mixtures() -> Iterator[Case]:
     yield case("cumsum.default", x(4, 8), 1)
     yield case("argsort.default", x(4, 8), 1)
     yield case("argsort.default", x(4, 8))
+    yield case("sort.default", x(4, 8))
+    yield case("sort.default", x(4, 8), 0, True)
     yield case("cumprod.default", x(4, 8), 0)
     yield case("tril.default", x(4, 4, 8))
     yield case("triu.default", x(4, 4, 8), 1)
@@ -336,6 +344,9 @@ def mixtures() -> Iterator[Case]:
     for name in ("max", "min"):
         yield case(f"{name}.default", x(4, 8))
         yield case(f"{name}.dim", x(4, 8), 1)
+    for name in ("all", "any"):
+        yield case(f"{name}.dim", b(4, 8), 1)
+        yield case(f"{name}.dim", b(4, 8), -1, True)
     for name in ("argmax", "argmin"):
         yield case(f"{name}.default", x(4, 8), 1)
     yield case("argmax.default", x(4, 8))

@@ -64,6 +64,18 @@ def resized(call: BoundCall) -> Rule | None:
     return make_rule(call, [letters], [made])
 
 
+def cut(position: int, default: int) -> RuleFunction:
+    """A rule for outputs with some elements of the dim in one argument (topk, tensor_split): that dim is whole."""
+
+    def rule(call: BoundCall) -> Rule | None:
+        letters = dim_letters(call.operands[0])
+        dim = call.argument(position, "dim", default) % len(letters)
+        made = (*letters[:dim], (), *letters[dim + 1 :])
+        return make_rule(call, [letters], [made] * len(call.outputs), whole=[f"d{dim}"])
+
+    return rule
+
+
 def padded(call: BoundCall) -> Rule | None:
     """Padded dims are whole. A dim can be padded and cut by equal amounts and keep its size, so the amounts decide."""
     amounts = call.argument(1, "pad")

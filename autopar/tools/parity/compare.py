@@ -34,12 +34,12 @@ LEARNING_RATE = 1e-3
 EPSILON = 1e-3
 
 MAX_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
-# Modules that draw random numbers in training, and the attribute with the probability. By class name, because some
-# classes are timm's or torchvision's.
+# Probabilities of modules that draw random numbers in training. A float with one of these names is a probability in any
+# module; others by class name, because some classes are timm's or torchvision's.
+PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout", "dropout_prob", "drop_prob", "drop_rate")
 SWITCHES = {
     "Dropout": "p", "Dropout1d": "p", "Dropout2d": "p", "Dropout3d": "p", "AlphaDropout": "p",
-    "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
-    "DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p",
+    "FeatureAlphaDropout": "p", "PatchDropout": "prob", "StochasticDepth": "p",
 }  # fmt: skip
 MIN_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
@@ -246,7 +246,8 @@ def is_logits(output: Any, batch: int) -> bool:
 def mean_of_squares(output: Any, target: Any) -> torch.Tensor:
     """Sum of the mean squares of all floating-point outputs; the target is ignored."""
     floats = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()
+    wide = [leaf if leaf.dtype == torch.float64 else leaf.float() for leaf in floats]
+    return torch.stack([leaf.square().mean() for leaf in wide]).sum()
 
 
 def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -255,10 +256,11 @@ def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for module in quiet.modules():
         kind = type(module).__name__
-        attribute = SWITCHES.get(kind)
-        if attribute is not None and getattr(module, attribute, 0):
-            found[kind].append(getattr(module, attribute))
-            setattr(module, attribute, 0.0)
+        for attribute in filter(None, (SWITCHES.get(kind), *PROBABILITIES)):
+            probability = getattr(module, attribute, None)
+            if isinstance(probability, float) and probability:
+                found[kind].append(probability)
+                setattr(module, attribute, 0.0)
     listed = ", ".join(f"{len(on)} × {kind} ({between(on)})" for kind, on in sorted(found.items()))
     return quiet, [f"switched off for the comparison: {listed}"] if found else []
 

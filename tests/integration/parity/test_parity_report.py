@@ -19,7 +19,7 @@ import autopar
 from autopar.errors import UnknownOpWarning, UsageError
 from autopar.ir.plan import Precision
 from autopar.ir.plan_parts import ZeroStage
-from autopar.tools.parity.compare import compare, copy_without_dropout, default_loss, random_operations
+from autopar.tools.parity.compare import compare, copy_without_dropout, default_loss, mean_of_squares, random_operations
 from autopar.tools.parity.difference import compared, difference, update_rounding
 from autopar.trace.call import as_call
 
@@ -67,6 +67,30 @@ def test_dropout_and_drop_path_are_switched_off_in_a_copy():
     assert not random_operations(quiet, as_call(quiet, x))
     assert "2 × DropPath (0.2)" in notes[0] and "× Dropout (0.1)" in notes[0]
     assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)  # type: ignore[union-attr,index]
+
+
+class Functional(nn.Module):
+    """A probability that only its forward reads, as in Hugging Face's models, and a module of an equal name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.layers = 0.1, nn.ModuleDict({"dropout": nn.Dropout(0.2)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["dropout"](F.dropout(x, self.dropout, self.training))
+
+
+def test_probabilities_of_functional_dropout_are_switched_off_too():
+    model = Functional()
+    quiet, notes = copy_without_dropout(model)
+    assert not random_operations(quiet, as_call(quiet, torch.randn(2, 4)))
+    assert notes == ["switched off for the comparison: 1 × Dropout (0.2), 1 × Functional (0.1)"]
+
+
+def test_the_loss_keeps_float64():
+    output = torch.tensor([1.0, 1e-12], dtype=torch.float64)
+    assert mean_of_squares(output, None).dtype == torch.float64
+    assert mean_of_squares([output, output.half()], None).dtype == torch.float64
 
 
 def test_the_loss_fits_the_output():

@@ -75,6 +75,14 @@ def test_a_refusal_names_file_line_and_code(case: str, capfd: pytest.CaptureFixt
     assert "def forward" not in capfd.readouterr().err  # torch prints the graph so far; a user gets the message only
 
 
+def test_a_refused_detector_is_told_which_part_can_be_traced() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    make = torchvision.models.detection.ssdlite320_mobilenet_v3_large
+    model = make(weights=None, weights_backbone=None, num_classes=3)
+    with pytest.raises(TraceError, match=r"SSD in train mode at .*head\(list\(backbone\(images\)\.values\(\)\)\)"):
+        trace(model, (torch.rand(2, 3, 64, 64),))
+
+
 class Item(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x.max().item()
