@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.zoo import COLUMNS, PAGE, page_text, row_cells, saved
-from support.zoo_rows import TIMM, rows
+from support.zoo_models import ROWS
+from support.zoo_timm import TIMM
 from timm.models import list_modules
 
 SAMPLE = ("timm/vision_transformer",)
@@ -22,7 +23,7 @@ def test_every_module_of_timm_is_a_row() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("key", SAMPLE)
 def test_a_row_is_as_published(key: str) -> None:
-    row = next(row for row in rows() if row.key == key)
+    row = next(row for row in ROWS if row.key == key)
     published = saved()[key]
     assert published["name"] == row.name
     found = dict(row_cells(row))

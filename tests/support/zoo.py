@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.progress import track
@@ -32,15 +33,16 @@ from autopar.tools.parity.compare import compare, default_loss
 from autopar.trace.call import as_call
 from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import trace
-from support.zoo_rows import Inputs, ZooRow, rows
+from support.zoo_models import ROWS
+from support.zoo_row import Inputs, ZooRow
 
 FOLDER = Path(__file__).parents[2] / "docs" / "zoo"
 CELLS, PAGE = FOLDER / "cells.json", FOLDER.parent / "zoo.md"
 HARDWARE, DEVICES, BATCH = "h200-nvlink", 4, 64
-MESHES: Mapping[str, Mapping[str, int]] = {
+MESHES: Mapping[str, dict[str, Any]] = {
     "chosen": {}, "pp 4": {"pp": 4}, "tp 4": {"tp": 4}, "pp 2 × tp 2": {"pp": 2, "tp": 2},
 }  # fmt: skip
-PAIRS: Mapping[str, Mapping[str, int]] = {"pp 2": {"pp": 2}, "tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
+PAIRS: Mapping[str, dict[str, Any]] = {"pp 2": {"pp": 2}, "tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 STEPS, SAMPLES = 2, 8
 LIMIT = 900.0  # seconds for a family
 TIME_LEFT = "did not end in {:.0f} s"
@@ -83,20 +85,25 @@ def attempted(cell: Any) -> Cell:
 
 
 def traced(row: ZooRow) -> Cell:
-    model, (args, kwargs) = row.planned(2)
+    model, (args, kwargs) = planned_model(row, 2)
     graph = trace(model.train(), args, kwargs, "train", row.name)
     return Cell(True, f"{len(graph.ops)} operations")
 
 
-def planned(row: ZooRow, sizes: Mapping[str, int]) -> Cell:
-    model, inputs = row.planned(BATCH)
+def planned(row: ZooRow, sizes: dict[str, Any]) -> Cell:
+    model, inputs = planned_model(row, BATCH)
     plan = autopar.plan(
         model.train(), DEVICES, as_inputs(model, inputs), hardware=HARDWARE, precision="bf16", cost="analytic", **sizes
     )
     return Cell(True, f"{plan_label(plan)}: {1e3 * plan.prediction.step_seconds:.1f} ms")
 
 
-def compared(row: ZooRow, sizes: Mapping[str, int]) -> Cell:
+def planned_model(row: ZooRow, batch: int) -> tuple[nn.Module, Inputs]:
+    """The model that is planned, and its inputs."""
+    return row.planned(batch) if row.planned is not None else (row.build(), row.inputs(batch))
+
+
+def compared(row: ZooRow, sizes: dict[str, Any]) -> Cell:
     """Outputs, loss, gradients, weights and buffers in float64 against one device; dropout is off."""
     model, inputs = doubled(row, dropout=False)
     parity = compare(model, inputs, devices=2, steps=STEPS, microbatch_size=SAMPLES // 4, **sizes)
@@ -116,20 +123,21 @@ def dropped(row: ZooRow) -> Cell:
         return Cell(True, "draws no random numbers")
     loss_fn, y, _ = default_loss(model, call)
     losses: dict[str, list[float]] = {}
-    for mesh, sizes in ({"one": {"pp": 1}} | dict(PAIRS)).items():
+    for mesh, sizes in {"one": {"pp": 1}, **PAIRS}.items():
         devices = max(sizes.values())
         with autopar.parallelize(
             model, devices, inputs, loss_fn=loss_fn, optimizer=SGD, microbatch_size=SAMPLES // 4, compile=False, **sizes
         ) as pm:
             losses[mesh] = [pm.train_step(inputs, y).loss for _ in range(STEPS)]
-    wrong = {m: found for m, found in losses.items() if not torch.allclose(*map(torch.tensor, (found, losses["one"])))}
+    wrong = [mesh for mesh, found in losses.items() if not np.allclose(found, losses["one"], rtol=1e-9, atol=0)]
     return Cell(not wrong, f"losses {losses}" if wrong else "equal losses")
 
 
 def doubled(row: ZooRow, dropout: bool) -> tuple[nn.Module, Any]:
     """The small model in float64 with random weights, and its inputs."""
     torch.manual_seed(0)
-    model = row.small(dropout).double().train()
+    build = row.dropping if dropout and row.dropping is not None else row.build
+    model = build().double().train()
     inputs = row.inputs(SAMPLES)
 
     def wide(leaf: Any) -> Any:
@@ -155,7 +163,7 @@ def saved() -> dict[str, dict[str, Any]]:
 
 
 def save(found: Mapping[str, Mapping[str, Any]]) -> None:
-    order = {row.key: number for number, row in enumerate(rows())}
+    order = {row.key: number for number, row in enumerate(ROWS)}
     kept = {key: found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))}
     CELLS.parent.mkdir(parents=True, exist_ok=True)
     CELLS.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
@@ -190,7 +198,7 @@ def run(
 ) -> None:
     """Compute cells, and keep them in docs/zoo/cells.json."""
     found = saved()
-    wanted = [row for row in rows() if (row.family in families if families else row.key not in found)]
+    wanted = [row for row in ROWS if (row.family in families if families else row.key not in found)]
     for row in track(wanted, "families"):
         cells = run_row(row, limit)
         record = {"name": row.name, "part": row.part, "torch": torch.__version__, "cells": cells}
@@ -202,7 +210,7 @@ def run(
 def cells(key: str) -> None:
     """Print the cells of one row as JSON lines."""
     warnings.simplefilter("ignore")
-    row = next(row for row in rows() if row.key == key)
+    row = next(row for row in ROWS if row.key == key)
     for column, cell in row_cells(row):
         print(json.dumps({column: asdict(cell)}), flush=True)
 

@@ -252,7 +252,7 @@ def vae_inputs(batch: int) -> Inputs:
 def row(
     family: str, name: str, build: Callable[[], nn.Module], inputs: Callable[[int], Inputs], part: str = ""
 ) -> ZooRow:
-    return ZooRow("Hugging Face", family, name, build, inputs, part)
+    return ZooRow("Hugging Face", family, name, build, inputs, part=part)
 
 
 def by_config(family: str, name: str, config: str, **settings: Any) -> ZooRow:

@@ -1,11 +1,10 @@
-"""Rows of the zoo matrix for torchvision and Hugging Face."""
+"""Rows of the zoo matrix: families of timm, torchvision, Hugging Face and diffusers."""
 
 from __future__ import annotations
 
+from support import zoo_timm
 from support.zoo_hugging_face import HUGGING_FACE
 from support.zoo_row import ZooRow
 from support.zoo_torchvision import TORCHVISION
 
-__all__ = ["ROWS", "ZooRow"]
-
-ROWS: tuple[ZooRow, ...] = (*TORCHVISION, *HUGGING_FACE)
+ROWS: tuple[ZooRow, ...] = (*zoo_timm.ROWS, *TORCHVISION, *HUGGING_FACE)

@@ -17,11 +17,14 @@ class ZooRow:
     """A family of models.
 
     Args:
-        source: "torchvision", "Hugging Face" or "diffusers".
+        source: "timm", "torchvision", "Hugging Face" or "diffusers".
         family: name of the family in its library.
         name: name that a user writes: ``torchvision:resnet18``, or the class.
         build: a small version with random weights, made without a download.
         inputs: positional and keyword arguments for so many samples; all are of one kind.
+        dropping: the small version with dropout; by default it has its family's.
+        planned: the model that is planned on the meta device, and its inputs for so many samples; by default the
+            small version.
         part: part of the model that is split, if it is not the whole; empty otherwise.
         blocked: reason that the model itself cannot be traced, and its remedy; empty otherwise.
     """
@@ -31,8 +34,14 @@ class ZooRow:
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
+    dropping: Callable[[], nn.Module] | None = None
+    planned: Callable[[int], tuple[nn.Module, Inputs]] | None = None
     part: str = ""
     blocked: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.source}/{self.family}"
 
 
 def images(side: int) -> Callable[[int], Inputs]:

@@ -289,7 +289,7 @@ def pairs(side: int) -> Callable[[int], Inputs]:
 def row(
     family: str, name: str, build: Callable[[], nn.Module], inputs: Callable[[int], Inputs], part: str = ""
 ) -> ZooRow:
-    return ZooRow("torchvision", family, f"torchvision:{name}", build, inputs, part)
+    return ZooRow("torchvision", family, f"torchvision:{name}", build, inputs, part=part)
 
 
 TORCHVISION = (

@@ -1,9 +1,8 @@
-"""Rows of the zoo matrix (docs/zoo.md): a model of each family, its inputs, and a small version to compare."""
+"""Rows of the zoo matrix for timm: one for each of its modules of architectures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from timm.models import create_model
 from torch import nn
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a call
+from support.zoo_row import Inputs, ZooRow
 
 # The model of each of timm's modules: the smallest one that people train.
 TIMM: Mapping[str, str] = {
@@ -51,34 +50,8 @@ TIMM: Mapping[str, str] = {
 SIDES = (64, 96, 128, 160, 192, 224, 256)  # of small images, pixel
 MANY_PARAMETERS = 3e7  # from which a small version has few blocks, if the model has such an argument
 FEW_BLOCKS: Sequence[dict[str, Any]] = ({"depth": 4}, {"depths": (1, 1, 2, 1)}, {})
-RATES: Sequence[dict[str, Any]] = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})  # the first that a model takes
-
-
-@dataclass(frozen=True)
-class ZooRow:
-    """A family of models.
-
-    Args:
-        name: of the model, as a user would write it.
-        planned: the model by name, or a factory of its full size, with the arguments of a call with so many samples.
-        small: makes a small version, with dropout or without; both are equal where the family has none.
-        inputs: arguments of a call of the small version with so many samples.
-        part: which part of the model can be split, where that is not all.
-        blocked: why the model cannot be traced, and what would have to change.
-    """
-
-    source: str
-    family: str
-    name: str
-    small: Callable[[bool], nn.Module]
-    inputs: Callable[[int], Inputs]
-    planned: Callable[[int], tuple[nn.Module, Inputs]]
-    part: str = ""
-    blocked: str = ""
-
-    @property
-    def key(self) -> str:
-        return f"{self.source}/{self.family}"
+# The first of these that a model takes.
+RATES: Sequence[dict[str, Any]] = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})
 
 
 def timm_row(family: str, name: str) -> ZooRow:
@@ -87,16 +60,21 @@ def timm_row(family: str, name: str) -> ZooRow:
     def planned(batch: int) -> tuple[nn.Module, Inputs]:
         with torch.device("meta"):
             model = create_model(name)
-        return model, ((torch.empty(batch, *model.default_cfg["input_size"], device="meta"),), {})
-
-    def small(dropout: bool) -> nn.Module:
-        return smallest(name, dropout)[0]
+        return model, ((torch.empty(batch, *input_size(name), device="meta"),), {})
 
     def inputs(batch: int) -> Inputs:
         side = smallest(name)[1]
         return (torch.randn(batch, 3, side, side),), {}
 
-    return ZooRow("timm", family, name, small, inputs, planned)
+    return ZooRow(
+        "timm", family, name, lambda: smallest(name)[0], inputs, lambda: smallest(name, dropout=True)[0], planned
+    )
+
+
+def input_size(name: str) -> tuple[int, ...]:
+    """Channels, height and width of the images that a model expects."""
+    config = timm.get_pretrained_cfg(name)
+    return config.input_size if config is not None else (3, 224, 224)
 
 
 def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
@@ -104,7 +82,7 @@ def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
     given: Sequence[dict[str, Any]] = RATES if dropout else ({"drop_path_rate": 0.0}, {})
     with torch.device("meta"):
         is_large = sum(p.numel() for p in create_model(name).parameters()) > MANY_PARAMETERS
-    sides = (*SIDES, max(timm.get_pretrained_cfg(name).input_size[1:]))  # type: ignore[union-attr]
+    sides = (*SIDES, max(input_size(name)[1:]))
     for side in sides:
         blocks: Sequence[dict[str, Any]] = FEW_BLOCKS if is_large else ({},)
         sizes: Sequence[dict[str, Any]] = ({"img_size": side}, {})
@@ -120,6 +98,4 @@ def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
     raise AssertionError(f"{name} takes none of {sides}")
 
 
-def rows() -> Iterator[ZooRow]:
-    """All rows."""
-    yield from (timm_row(family, name) for family, name in TIMM.items())
+ROWS = tuple(timm_row(family, name) for family, name in TIMM.items())
