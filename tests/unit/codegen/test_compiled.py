@@ -131,18 +131,20 @@ class StochasticDepth(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.rates = kind, [0.1, 0.2, 0.5]
-        self.blocks = nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8), nn.GELU()] * 4, Dropped()) for _ in self.rates)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*[nn.Linear(8, 8), nn.GELU()] * 4, Dropped(kind, rate)) for rate in (0.1, 0.2, 0.5)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block, rate in zip(self.blocks, self.rates, strict=True):
-            block[-1].kind, block[-1].rate = self.kind, rate
+        for block in self.blocks:
             x = block(x)
         return x
 
 
 class Dropped(nn.Module):
-    kind, rate = "", 0.0
+    def __init__(self, kind: str, rate: float) -> None:
+        super().__init__()
+        self.kind, self.rate = kind, rate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = x.new_empty(len(x), *[1] * (x.ndim - 1))

@@ -19,9 +19,10 @@ class Blocks(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.stem = kind, nn.Conv2d(3, 16, 4, 4)
-        layer = nn.Conv2d if kind.startswith("images") else nn.Linear
-        sizes = (16, 16, 1) if kind.startswith("images") else (16, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(*[layer(*sizes), nn.GELU()] * 4) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*[nn.Conv2d(16, 16, 1) if kind.startswith("images") else nn.Linear(16, 16), nn.GELU()] * 4)
+            for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
