@@ -120,7 +120,7 @@ def test_what_has_no_rule() -> None:
     updating = Op("op", "aten.relu.default", (Ref("a"),), (), (Value("y", (4,), "float32", (1,)),), "", mutates=("a",))
     assert rule_of(counter, lambda _: (4,)) is None
     assert rule_of(updating, lambda _: (4,)) is None
-    assert rule_for(case("topk.default", x(4, 8), 2)) is None
+    assert rule_for(case("kthvalue.default", x(4, 8), 2)) is None
     assert rule_for(case("view.dtype", x(4, 8).detach(), torch.int64)) is None
     assert rule_for(case("reshape.default", x(0, 8), (8, 0))) is None
     assert rule_of(Op("op", "autopar.all_reduce.default", (), (), (), ""), lambda _: ()) is None
