@@ -51,6 +51,7 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
         return program, {}
     needed = with_needed_gradient(program)
     used: dict[str, Tensor] = {}
+    shapes = {weight.name: weight.shape for weight in program.weights}
 
     def exchanged(op: Op) -> Op:
         if op.name not in layers:
@@ -60,7 +61,7 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
         low = getattr(torch, op.outputs[0].dtype)
         if total is None or total.ndim != 2 or total.dtype not in (torch.float32, low) or not total.is_contiguous():
             return op
-        if not all(is_aligned(size, op.outputs[0].dtype) for size in total.shape):
+        if not all(is_aligned(size, op.outputs[0].dtype) for size in shapes[weight.name]):
             return op
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)

@@ -250,8 +250,8 @@ def test_groups_of_a_vision_transformer():
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_compiled_linear_layers_add_to_gradients(compiled: bool, captured: bool) -> None:
-    """Eager ones make a gradient first, in a CUDA graph as outside."""
-    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
+    """Eager ones make a gradient first, in a CUDA graph as outside; rows of 2 elements are not aligned."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model = trace(layers, (torch.randn(2, 4),))
     pricing = Pricing(model, graph_stats(model), MACHINE.with_mode(ExecutionMode(compiled, captured)), 2)
     assert pricing.fused_wgrad_weights == ({"1.weight", "2.weight"} if compiled else set())
