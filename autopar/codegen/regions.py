@@ -79,7 +79,11 @@ def with_random_arguments(ops: Sequence[Op]) -> tuple[list[Op], dict[str, Tensor
         elif op.target in COMPARISONS and isinstance(second, int | float) and masks[op.reads[0]] == "float32":
             args = (first, constant(op, second, torch.float32))
             op = replace(op, target=COMPARISONS[op.target], args=args)
-        elif op.target in SCALINGS and isinstance(second, int | float) and op.outputs[0].dtype.startswith(("b", "f")):
+        elif (
+            op.target in SCALINGS
+            and isinstance(second, int | float)
+            and op.outputs[0].dtype.startswith(("bfloat", "float"))
+        ):
             changed += scaled_mask(op, lambda dtype, op=op, second=second: constant(op, second, dtype))
             masks[op.name] = op.outputs[0].dtype
             continue
