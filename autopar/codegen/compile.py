@@ -39,7 +39,7 @@ MAX_COMPILED_REGIONS = 256
 
 
 class Argument(NamedTuple):
-    """What torch.compile knows of a region's argument."""
+    """Shape, dtype, strides and gradient of a region's argument, as torch.compile sees them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionSource:
-    """What torch.compile makes the code of equal regions from; can be pickled.
+    """Module, arguments and options from which equal regions are compiled; can be pickled.
 
     Args:
         options: of torch.compile.

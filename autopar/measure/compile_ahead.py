@@ -30,7 +30,7 @@ LIMIT_SECONDS = 600.0  # without a region compiled; the rank then compiles what 
 
 @dataclass(frozen=True)
 class Work:
-    """What the workers of a rank compile.
+    """Regions for the workers of a rank to compile, and the settings to compile them under.
 
     Args:
         compilers: processes in which torch.compile makes kernels for one worker.
