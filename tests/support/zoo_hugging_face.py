@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from support.zoo_row import Inputs, ZooRow, pixels
 
@@ -28,7 +29,7 @@ MASKED_BY_VALUE = (
     "its forward keeps tokens by a boolean mask (embeddings[~bool_masked_pos]), so their number depends on values; "
     "it would have to gather by the indices of so many visible tokens, as ViT-MAE does"
 )
-CONTRASTIVE = "both towers; the contrastive loss over the batch is a loss_fn with loss_over='batch'"
+CONTRASTIVE = "contrastive loss over the global batch as loss_fn, its temperature fixed"
 RESNET = {"embedding_size": 16, "hidden_sizes": [16, 16, 32, 64], "depths": [1, 1, 1, 1], "layer_type": "basic"}
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64,
@@ -186,6 +187,13 @@ def clip() -> nn.Module:
     return Outputs(whole, "image_embeds", "text_embeds")
 
 
+def clip_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    """The symmetric cross entropy of `CLIPModel`, at its initial temperature, over all pairs of the batch."""
+    similarities = output["text_embeds"] @ output["image_embeds"].T / 0.07
+    places = torch.arange(len(similarities))
+    return (F.cross_entropy(similarities, places) + F.cross_entropy(similarities.T, places)) / 2
+
+
 def clip_inputs(batch: int) -> Inputs:
     """Images, and texts of 8 tokens that end with 63."""
     tokens = torch.randint(0, 60, (batch, 8))
@@ -276,7 +284,7 @@ HUGGING_FACE = (
     by_config(
         "BEiT", "BeitForImageClassification", "BeitConfig", **VIT, use_relative_position_bias=True, num_labels=10
     ),
-    row("CLIP", "CLIPModel", clip, clip_inputs, CONTRASTIVE),
+    ZooRow("Hugging Face", "CLIP", "CLIPModel", clip, clip_inputs, loss=clip_loss, part=CONTRASTIVE),
     row("ConvNeXt v2", "ConvNextV2ForImageClassification", convnext_v2, pixels(32)),
     row("SegFormer", "SegformerForSemanticSegmentation", segformer, pixels(64)),
     row("MaskFormer", "MaskFormerForInstanceSegmentation", maskformer, pixels(64)),

@@ -25,6 +25,7 @@ class ZooRow:
         dropping: the small version with dropout; by default it has its family's.
         planned: the model that is planned on the meta device, and its inputs for so many samples; by default the
             small version.
+        loss: loss of the outputs of the whole batch and a target that is ignored; by default a loss of any output.
         part: part of the model that is split, if it is not the whole; empty otherwise.
         blocked: reason that the model itself cannot be traced, and its remedy; empty otherwise.
     """
@@ -36,6 +37,7 @@ class ZooRow:
     inputs: Callable[[int], Inputs]
     dropping: Callable[[], nn.Module] | None = None
     planned: Callable[[int], tuple[nn.Module, Inputs]] | None = None
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
     part: str = ""
     blocked: str = ""
 

@@ -19,6 +19,7 @@ from autopar.errors import TrainingError, UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.pytree import leaves
 from autopar.ir.units import first_few, plural
+from autopar.runtime.spec import LossOver
 from autopar.tools.parity.difference import Named, Row, compared, rounding_of, update_rounding
 from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
 from autopar.trace.call import Call, as_call
@@ -74,6 +75,7 @@ def compare(
     steps: int = 3,
     loss_fn: LossFunction | None = None,
     plan: Plan | None = None,
+    loss_over: LossOver = "microbatch",
     **constraints: Any,
 ) -> Parity:
     """Comparison of a model split over devices with the same model on one device.
@@ -84,7 +86,7 @@ def compare(
         y: target of ``loss_fn``. Without both, logits get random class labels, and any other output gets the mean of
             squares as loss.
         steps: AdamW steps.
-        plan, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because fused
+        plan, loss_over, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because fused
             kernels round differently.
 
     Raises:
@@ -111,14 +113,16 @@ def compare(
     optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
     with (
         repeatable_kernels(),
-        parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
+        parallelize(
+            quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, loss_over=loss_over, **constraints
+        ) as pm,
         threads(pm.machine.num_threads),
     ):
         copies = low_param_dtype(pm.plan.precision)
-        references = [Reference(quiet, loss_fn, optimizer, pm, call, pm.autocast, copies)]
+        references = [Reference(quiet, loss_fn, optimizer, pm, call, pm.autocast, copies, loss_over)]
         low = low_dtype(pm)
         if low is not None:
-            references.append(Reference(quiet, loss_fn, optimizer, pm, call))
+            references.append(Reference(quiet, loss_fn, optimizer, pm, call, loss_over=loss_over))
         rows = [] if random else trained(pm, references, call, x, y, steps)
         rows.append(evaluated(pm, references, call))
     return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast, low)
@@ -191,7 +195,9 @@ class Record:
 
     def add(self, step: int, outcome: StepOutcome) -> None:
         self.outputs.extend(in_step(step, outcome.outputs))
-        self.losses.append((f"step {step}", torch.tensor(outcome.loss, dtype=torch.float64)))
+        is_double = all(gradient.dtype == torch.float64 for _, gradient in outcome.gradients)
+        loss = torch.tensor(outcome.loss, dtype=torch.float64 if is_double else torch.float32)
+        self.losses.append((f"step {step}", loss))
         self.gradients.extend(in_step(step, outcome.gradients))
 
 

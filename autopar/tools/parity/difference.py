@@ -62,6 +62,7 @@ def update_rounding(low: str | None, distance: float) -> Rounding:
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # Below this 2-norm, a tolerance of 1e-5 would hide a wrong tensor: it becomes 1e-4 of the norm, at least 1e-7.
 SMALL_NORM, MIN_ABSOLUTE = 0.1, 1e-7
+DOUBLE = 1e-6  # tolerances of float64 are smaller by this factor
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -128,7 +129,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
     """Distance of a tensor to the expected one; infinite if shape or dtype differ or a number is not finite.
 
     Tolerance: 1e-5 + 1e-4·|expected|; where the expected tensor's 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7)
-    instead of 1e-5. Integers and booleans must be equal.
+    instead of 1e-5. A millionth of all of this in float64. Integers and booleans must be equal.
     """
     infinite = Difference(float("inf"), float("inf"), float("inf"))
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -145,7 +146,9 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
         return infinite
     floor = ABSOLUTE if norm >= SMALL_NORM else max(MIN_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
     relative = gap.norm().item() / norm if norm else float("inf")
-    return Difference(gap.max().item(), relative, (gap / (floor + RELATIVE * theirs.abs())).max().item())
+    is_double = expected.dtype in (torch.float64, torch.complex128)
+    allowed = (floor + RELATIVE * theirs.abs()) * (DOUBLE if is_double else 1.0)
+    return Difference(gap.max().item(), relative, (gap / allowed).max().item())
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:

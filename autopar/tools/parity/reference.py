@@ -20,6 +20,7 @@ from autopar.api.program_cache import enter_mode
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import flatten, leaves, unflatten
 from autopar.runtime.optim.build import use_fused_kernels
+from autopar.runtime.spec import LossOver
 from autopar.tools.parity.difference import Named
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.copy_model import copy_model
@@ -49,6 +50,7 @@ class Reference:
         call: Call,
         low: str | None = None,
         low_params: torch.dtype | None = None,
+        loss_over: LossOver = "microbatch",
     ) -> None:
         """Copy the model.
 
@@ -56,6 +58,7 @@ class Reference:
             call: an example of later calls, with the same structure.
             low: dtype of autocast, None without.
             low_params: dtype of the parameters' copies in forward and backward; then only the loss is under autocast.
+            loss_over: as for `autopar.parallelize`.
         """
         self.device = torch.device(pm.machine.device_of(0))
         self.low, self.low_params = getattr(torch, low) if low else None, low_params
@@ -65,7 +68,8 @@ class Reference:
         batch = self.parts_of(call, [call.batch])[0]
         modes: tuple[Mode, ...] = ("train", "eval")
         self.whole = {mode: shapes_of(output_in(self.model, batch, mode)) for mode in modes}
-        self.loss_fn, self.microbatches, self.replicas = loss_fn, pm.plan.microbatches, pm.plan.mesh.dp
+        self.loss_fn, self.loss_over = loss_fn, loss_over
+        self.microbatches, self.replicas = pm.plan.microbatches, pm.plan.mesh.dp
         self.buffers = [self.own_buffers(), *(copy.deepcopy(self.own_buffers()) for _ in range(1, self.replicas))]
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         use_fused_kernels(self.optimizer)  # as ranks do: rounding differences of other kernels flip rectifiers
@@ -99,16 +103,23 @@ class Reference:
         count = len(sizes) // self.replicas
         total, outputs = 0.0, []
         for i, (part, target, size) in enumerate(zip(calls, targets, sizes, strict=True)):
-            target_leaves, spec = flatten(target)
-            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in target_leaves]
             with self.replica(i // count):
-                output = self.output(part)
-                with self.autocast():
-                    loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
-                self.scaler.scale(loss).backward()
-            total += loss.item()
-            outputs.append(output)
-        return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])), self.gradients())
+                outputs.append(self.output(part))
+                if self.loss_over == "microbatch":
+                    total += self.backward(outputs[-1], target, size / call.batch)
+        whole = joined(outputs, sizes, self.whole["train"])
+        if self.loss_over == "batch":
+            total = self.backward(unflatten(whole, flatten(outputs[0])[1]), y, 1.0)
+        return StepOutcome(total, named_outputs(whole), self.gradients())
+
+    def backward(self, output: Any, target: Any, share: float) -> float:
+        """Run the backward of a share of the loss of an output, and return that share."""
+        target_leaves, spec = flatten(target)
+        moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in target_leaves]
+        with self.autocast():
+            loss = self.loss_fn(output, unflatten(moved, spec)) * share
+        self.scaler.scale(loss).backward()
+        return loss.item()
 
     def output(self, call: Call) -> Any:
         """Output of the model for a microbatch, in the reference's precision."""

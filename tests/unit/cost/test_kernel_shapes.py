@@ -49,7 +49,7 @@ def test_attention_of_a_step(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("in_features", "out_features", "slowdown"),
-    [(768, 3072, 1.0), (1152, 4304, 1.1), (196, 384, 4.0), (384, 196, 4.0), (8, 8, 1.1 * 64 * 224 / 64)],
+    [(768, 3072, 1.0), (1152, 4304, 1.1), (196, 384, 2.7), (384, 196, 2.7), (8, 8, 1.1 * 64 * 224 / 64)],
 )
 def test_products_need_aligned_rows(in_features: int, out_features: int, slowdown: float) -> None:
     x, y = value("x", 128, in_features, dtype="bfloat16"), value("y", 128, out_features, dtype="bfloat16")
