@@ -30,10 +30,10 @@ from rich.progress import track
 from torch import nn
 
 import autopar
-from autopar.tools.bench.description import plan_label
-from autopar.tools.parity.compare import compare, default_loss
 from autopar.ir.layout import pattern_of
 from autopar.runtime.spec import LossOver
+from autopar.tools.bench.description import plan_label
+from autopar.tools.parity.compare import compare, default_loss
 from autopar.trace.call import Call, as_call
 from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import trace

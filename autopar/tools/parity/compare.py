@@ -86,8 +86,8 @@ def compare(
         y: target of ``loss_fn``. Without both, logits get random class labels, and any other output gets the mean of
             squares as loss.
         steps: AdamW steps.
-        plan, loss_over, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because fused
-            kernels round differently.
+        plan, loss_over, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``,
+            because fused kernels round differently.
 
     Raises:
         UsageError: a loss without targets, targets without a loss, or no step.
