@@ -146,11 +146,15 @@ def predicted_steps() -> list[PredictedStep]:
 
 def fusion_error(steps: Sequence[PredictedStep]) -> float:
     """The error of fused memory kernels with which nine of ten steps of every family are within their bands: the next
-    model may be of another family, which may be as far off as the worst of these."""
+    model may be of another family, which may be as far off as the worst of these.
+
+    Nine of ten of n + 1 steps, the next one counted as outside: the quantile of split conformal prediction (Lei et al.
+    2018, equation 2).
+    """
     needed: defaultdict[str, list[float]] = defaultdict(list)
     for step in steps:
         needed[step.step.family].append(step.needed_fusion_error)
-    return max(sorted(errors)[ceil(COVERAGE * len(errors)) - 1] for errors in needed.values())
+    return max(sorted(errors)[min(len(errors), ceil(COVERAGE * (len(errors) + 1))) - 1] for errors in needed.values())
 
 
 def calibration(steps: Sequence[PredictedStep], name: str) -> StepCalibration | None:

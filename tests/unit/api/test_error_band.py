@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from math import sqrt
 from pathlib import Path
 
 import pytest
-from support.measured_steps import COVERAGE, FAMILIES, bands_without, fusion_error, predicted_steps
+from support.measured_steps import (
+    COVERAGE,
+    FAMILIES,
+    bands_without,
+    calibration,
+    fusion_error,
+    predicted_steps,
+)
 
 import autopar
 from autopar.api.planning.error_band import TIMED_OPS_ERROR, parts_of, total_error
@@ -36,8 +44,8 @@ def test_measured_steps_narrow_the_compute_that_they_cover() -> None:
 
 def test_operations_that_were_timed_have_the_error_of_timing() -> None:
     compute = [name for name in ERRORS if name not in ("links", "network")]
-    for calibration, error in ((None, TIMED_OPS_ERROR), (StepCalibration(0.06, ()), 0.06)):
-        parts = {part.name: part for part in parts_of(ERRORS, H200, calibration, "measured")}
+    for measured, error in ((None, TIMED_OPS_ERROR), (StepCalibration(0.06, ()), 0.06)):
+        parts = {part.name: part for part in parts_of(ERRORS, H200, measured, "measured")}
         assert total_error([parts[name] for name in compute]) == pytest.approx(error)
         assert (parts["links"].error, parts["network"].error) == (0.1, 0.3)
 
@@ -63,12 +71,13 @@ def test_a_band_is_of_what_the_plan_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_nine_of_ten_measured_steps_of_families_left_out_are_within_their_bands() -> None:
+def test_nine_of_ten_measured_steps_are_within_their_bands() -> None:
+    """Also steps of families that the bands know nothing of, but for one standard deviation of so many."""
     steps = predicted_steps()
-    banded = [pair for family in FAMILIES for pair in bands_without(steps, family)]
-    assert len(banded) == len(steps)
-    inside = sum(step.error <= band for step, band in banded)
-    assert inside >= COVERAGE * len(steps), [
-        f"{s.step}: {s.error:.3f} > {band:.3f}" for s, band in banded if s.error > band
-    ]
     assert fusion_error(steps) <= FUSION_ERROR
+    shipped = [(step, step.band(FUSION_ERROR, calibration(steps, step.step.hardware))) for step in steps]
+    left_out = [pair for family in FAMILIES for pair in bands_without(steps, family)]
+    for banded, least in ((shipped, COVERAGE), (left_out, COVERAGE - sqrt(COVERAGE * (1 - COVERAGE) / len(steps)))):
+        outside = [f"{step.step}: {step.error:.3f} > {band:.3f}" for step, band in banded if step.error > band]
+        assert len(banded) == len(steps)
+        assert len(outside) <= (1 - least) * len(steps), outside
