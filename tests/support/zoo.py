@@ -1,7 +1,8 @@
 """The zoo matrix: every family of models, traced, planned and compared with one device; docs/zoo.md shows it.
 
 ``PYTHONPATH=tests python -m support.zoo run`` computes the cells that docs/zoo/cells.json lacks, a process per family,
-and can be interrupted and run again; ``run FAMILY…`` computes those families again. ``draw`` writes docs/zoo.md.
+and can be interrupted and run again; ``run FAMILY…`` computes those families again. ``bench`` measures steps
+on a GPU into docs/zoo/bench, ``draw`` writes docs/zoo.md.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from autopar.tools.parity.compare import compare, default_loss
 from autopar.trace.call import Call, as_call
 from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import trace
+from support import zoo_bench
 from support.hardware import slow_compute
 from support.zoo_models import ROWS
 from support.zoo_row import Inputs, ZooRow
 
 FOLDER = Path(__file__).parents[2] / "docs" / "zoo"
-CELLS, PAGE = FOLDER / "cells.json", FOLDER.parent / "zoo.md"
+CELLS, BENCHES, PAGE = FOLDER / "cells.json", FOLDER / "bench", FOLDER.parent / "zoo.md"
 HARDWARE, DEVICES, BATCH = "h200-nvlink", 4, 64
 MESHES: Mapping[str, dict[str, Any]] = {
     "chosen": {}, "pp 4": {"pp": 4}, "tp 4": {"tp": 4}, "pp 2 × tp 2": {"pp": 2, "tp": 2},
@@ -246,8 +248,23 @@ def cells(key: str) -> None:
         print(json.dumps({column: asdict(cell)}), flush=True)
 
 
+@app.command()
+def bench(
+    families: Annotated[list[str] | None, typer.Argument(help="Families of timm to measure again.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds for each way to compile a model.")] = 200.0,
+    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = BENCHES,
+) -> None:
+    """Measure steps on this machine's GPU: autopar's, and those of the model under torch.compile."""
+    zoo_bench.measure(families or (), folder, limit)
+
+
 # -- the page ------------------------------------------------------------------------------------------------------
 
+STEPS_ON_GPU = (
+    "Training steps in bf16 on one GPU, against the fastest of: blocks under torch.compile, the whole model, the whole "
+    "model with CUDA graphs:",
+    "",
+)
 BEGIN, END = "<!-- begin: python -m support.zoo draw -->", "<!-- end -->"
 
 
@@ -280,7 +297,9 @@ def page_text(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     """The page with the matrix of today's cells."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    return "\n".join([before + BEGIN, "", summary(found), "", *table(found), "", END + after])
+    steps = [*zoo_bench.table(BENCHES)]
+    parts = [summary(found), "", *table(found), "", *([*STEPS_ON_GPU, *steps, ""] if steps else [])]
+    return "\n".join([before + BEGIN, "", *parts, END + after])
 
 
 @app.command()

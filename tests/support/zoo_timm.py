@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -66,8 +68,16 @@ def timm_row(family: str, name: str) -> ZooRow:
         side = smallest(name)[1]
         return (torch.randn(batch, 3, side, side),), {}
 
+    def build(rates: Sequence[dict[str, Any]]) -> nn.Module:
+        arguments = smallest(name)[0]
+        for given in rates:
+            torch.manual_seed(0)
+            with suppress(TypeError):  # no such argument
+                return create_model(name, **arguments, **given)
+        raise AssertionError(f"{name} takes none of {rates}")
+
     return ZooRow(
-        "timm", family, name, lambda: smallest(name)[0], inputs, lambda: smallest(name, dropout=True)[0], planned
+        "timm", family, name, lambda: build(({"drop_path_rate": 0.0}, {})), inputs, lambda: build(RATES), planned
     )
 
 
@@ -77,24 +87,25 @@ def input_size(name: str) -> tuple[int, ...]:
     return config.input_size if config is not None else (3, 224, 224)
 
 
-def smallest(name: str, dropout: bool = False) -> tuple[nn.Module, int]:
-    """The model with its smallest images of SIDES, and their side; its own size if it takes none of them."""
-    given: Sequence[dict[str, Any]] = RATES if dropout else ({"drop_path_rate": 0.0}, {})
+@functools.cache
+def smallest(name: str) -> tuple[dict[str, Any], int]:
+    """Arguments of the model for its smallest images of SIDES, and their side; its own size if it takes none of them.
+
+    A large model has few blocks, if it has such an argument.
+    """
     with torch.device("meta"):
         is_large = sum(p.numel() for p in create_model(name).parameters()) > MANY_PARAMETERS
     sides = (*SIDES, max(input_size(name)[1:]))
-    for side in sides:
-        blocks: Sequence[dict[str, Any]] = FEW_BLOCKS if is_large else ({},)
+    blocks: Sequence[dict[str, Any]] = FEW_BLOCKS if is_large else ({},)
+    for device, side in product(("meta", "cpu"), sides):  # few models do not run on the meta device
         sizes: Sequence[dict[str, Any]] = ({"img_size": side}, {})
-        for fewer, sized, rates in product(blocks, sizes, given):
-            torch.manual_seed(0)
+        for fewer, sized in product(blocks, sizes):
             try:
-                model = create_model(name, **fewer, **sized, **rates)
-                with torch.no_grad():
-                    model(torch.randn(2, 3, side, side))
+                with torch.no_grad(), torch.device(device):
+                    create_model(name, **fewer, **sized)(torch.randn(2, 3, side, side))
             except Exception:  # models refuse sizes and arguments in many ways
                 continue
-            return model, side
+            return fewer | sized, side
     raise AssertionError(f"{name} takes none of {sides}")
 
 

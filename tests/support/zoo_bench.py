@@ -1,0 +1,71 @@
+"""Steps of families of the zoo on one GPU, against torch.compile; docs/zoo.md shows them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Model and batch of each measured family; convolutional ones with channels_last.
+MEASURED: Mapping[str, tuple[str, int, bool]] = {
+    "vision_transformer": ("vit_base_patch16_224", 128, False),
+    "deit": ("deit3_base_patch16_224", 128, False),
+    "eva": ("eva02_base_patch14_224", 128, False),
+    "swin_transformer": ("swin_tiny_patch4_window7_224", 128, False),
+    "swin_transformer_v2": ("swinv2_tiny_window8_256", 64, False),
+    "convnext": ("convnext_tiny", 128, True),
+    "mlp_mixer": ("mixer_b16_224", 256, False),
+    "efficientnet": ("efficientnet_b0", 256, True),
+    "regnet": ("regnety_016", 256, True),
+    "resnet": ("resnet50", 256, True),
+    "maxxvit": ("coatnet_0_rw_224", 64, False),
+    "beit": ("beit_base_patch16_224", 64, False),
+}
+
+
+def measure(families: Collection[str], folder: Path, limit: float) -> None:
+    """Run ``autopar bench`` for some families, or for all that have no file in a folder yet; a file for each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for family, (model, batch, channels_last) in MEASURED.items():
+        file = folder / f"{family}.json"
+        if family not in families if families else file.exists():
+            continue
+        command = [
+            sys.executable, "-m", "autopar", "bench", model, "--devices", "1", "--batch", str(batch),
+            "--precision", "bf16", "--microbatches", "1", "--recompute", "none", "--only", "plain,autopar",
+            "--limit", str(limit), "--output", str(file), *(["--channels-last"] if channels_last else []),
+        ]  # fmt: skip
+        print(family, "ended with code", subprocess.run(command, check=False).returncode, flush=True)
+
+
+def table(folder: Path) -> Iterator[str]:
+    """A row for each measured family."""
+    files = [file for family in MEASURED if (file := folder / f"{family}.json").exists()]
+    if not files:
+        return
+    yield "| model, images | machine | autopar | torch.compile | predicted step | predicted peak |"
+    yield "|---|---|---|---|---|---|"
+    for file in files:
+        result = json.loads(file.read_text())
+        ours, plain = (fastest(result, name) for name in ("autopar", "plain"))
+        if ours is None or plain is None:
+            reasons = "; ".join(f"{row['label']}: {row['reason']}" for row in result["rows"] if row["reason"])
+            yield f"| {result['model']}, {result['shape'][0]} | {result['machine']} | {reasons} | | | |"
+            continue
+        seconds, others, plan = ours["median_seconds"], plain["median_seconds"], ours["pipeline"]
+        peak = max(plan["predicted_bytes"]) / max(ours["peak_bytes"]) - 1
+        yield (
+            f"| {result['model']}, {result['shape'][0]} | {result['machine']} "
+            f"| {1e3 * seconds:.1f} ms {'✓' if seconds <= others else '✗'} "
+            f"| {1e3 * others:.1f} ms ({plain['label']}) "
+            f"| {plan['predicted_seconds'] / seconds - 1:+.1%} | {peak:+.1%} |"
+        )
+
+
+def fastest(result: Mapping[str, Any], contestant: str) -> Mapping[str, Any] | None:
+    """The fastest row of a contestant; None if none ended."""
+    rows = [row for row in result["rows"] if row["contestant"] == contestant and row["median_seconds"]]
+    return min(rows, key=lambda row: row["median_seconds"], default=None)
