@@ -44,64 +44,87 @@ def numbered_ops(ops: Sequence[Op], weights: Iterable[str], reads: Iterable[str]
     return NumberedOps(tuple(result), names)
 
 
-# Comparisons and arithmetic of a random mask and a number, and their forms for a tensor [].
+# Operations of a random mask and a number, and their forms for a tensor [].
 COMPARISONS = {"aten.lt.Scalar": "aten.lt.Tensor", "aten.ge.Scalar": "aten.ge.Tensor"}
-SCALINGS = {
+ADDITION = "aten.add.Tensor"
+ARITHMETIC = {
+    ADDITION: ADDITION,
     "aten.div.Scalar": "aten.div.Tensor", "aten.div.Tensor": "aten.div.Tensor",
     "aten.mul.Scalar": "aten.mul.Tensor", "aten.mul.Tensor": "aten.mul.Tensor",
 }  # fmt: skip
 CAST = "aten.to.dtype"
+PASSED_ON = (CAST, "aten.floor.default")
 
 
-def with_random_arguments(ops: Sequence[Op]) -> tuple[list[Op], dict[str, Tensor]]:
+def with_random_arguments(ops: Iterable[Op]) -> tuple[list[Op], dict[str, Tensor]]:
     """The operations with tensors for what differs in the random masks of equal blocks, and these tensors by name.
 
     Those are the hashes of names, and the rates of stochastic depth, which grow from block to block. Results are equal
-    to the last bit: a mask is scaled in float32, as kernels scale it.
+    to the last bit: arithmetic is in float32, as in kernels.
     """
-    tensors: dict[str, Tensor] = {}
-    masks: dict[str, str] = {}  # dtypes of values that depend on nothing but random numbers
-    changed: list[Op] = []
+    masks = RandomMasks()
+    return [changed for op in ops for changed in masks.rewritten(op)], masks.tensors
 
-    def constant(op: Op, number: float, dtype: torch.dtype) -> Ref:
-        tensors[f"{op.name}.number"] = torch.tensor(number, dtype=dtype, device="cpu")
-        return Ref(f"{op.name}.number")
 
-    for op in ops:
-        first, second = (*op.args, None, None)[:2]
+class RandomMasks:
+    """The random masks among operations that are rewritten one after the other.
+
+    Attributes:
+        tensors: made for the numbers of masks, by name.
+        dtypes: of values that depend on nothing but random numbers, by name.
+        added: numbers that were added to random ones. `floor(rand + keep)` is a mask whose rate is no operand of a
+            comparison; the masked tensor is divided by the same number (transformers).
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.dtypes: dict[str, str] = {}
+        self.added: set[float] = set()
+
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        """What takes an operation's place."""
         if op.target == "autopar.uniform.default":
             draws, shape, name, *part = op.args
-            args = (draws, constant(op, name_hash(name), torch.int64), shape, *part)
-            op = replace(op, target="autopar.uniform_numbered.default", args=args)
-        elif not op.reads or op.kwargs or not masks.keys() >= set(op.reads):
-            changed.append(op)
-            continue
-        elif op.target in COMPARISONS and isinstance(second, int | float) and masks[op.reads[0]] == "float32":
-            args = (first, constant(op, second, torch.float32))
-            op = replace(op, target=COMPARISONS[op.target], args=args)
-        elif (
-            op.target in SCALINGS
-            and isinstance(second, int | float)
-            and op.outputs[0].dtype.startswith(("bfloat", "float"))
-        ):
-            changed += scaled_mask(op, lambda dtype, op=op, second=second: constant(op, second, dtype))
-            masks[op.name] = op.outputs[0].dtype
-            continue
-        elif op.target != CAST:
-            changed.append(op)
-            continue
-        masks |= {value.name: value.dtype for value in op.outputs}
-        changed.append(op)
-    return changed, tensors
+            args = (draws, self.tensor(op, name_hash(name), torch.int64), shape, *part)
+            return self.masked([replace(op, target="autopar.uniform_numbered.default", args=args)])
+        first, second = (*op.args, None, None)[:2]
+        is_mask = bool(op.reads) and self.dtypes.keys() >= set(op.reads)
+        if is_mask and op.target in PASSED_ON:
+            return self.masked([op])
+        if op.kwargs or not isinstance(second, int | float):
+            return [op]
+        if is_mask and op.target in COMPARISONS and self.dtypes[op.reads[0]] == "float32":
+            args = (first, self.tensor(op, second, torch.float32))
+            return self.masked([replace(op, target=COMPARISONS[op.target], args=args)])
+        is_float = op.outputs[0].dtype.startswith(("bfloat", "float"))
+        if op.target not in ARITHMETIC or not is_float:
+            return [op]
+        if is_mask and op.target == ADDITION:
+            self.added.add(second)
+        elif not is_mask and (op.target == ADDITION or second not in self.added):
+            return [op]
+        computed = in_float32(op, lambda dtype: self.tensor(op, second, dtype))
+        return self.masked(computed) if is_mask else computed
+
+    def masked(self, ops: Sequence[Op]) -> Sequence[Op]:
+        """These operations, whose results are masks."""
+        self.dtypes |= {value.name: value.dtype for op in ops for value in op.outputs}
+        return ops
+
+    def tensor(self, op: Op, number: float, dtype: torch.dtype) -> Ref:
+        """Reference to a new tensor [] that takes the place of an operation's number."""
+        name = f"{op.name}.number"
+        self.tensors[name] = torch.tensor(number, dtype=dtype, device="cpu")
+        return Ref(name)
 
 
-def scaled_mask(op: Op, number: Callable[[torch.dtype], Ref]) -> list[Op]:
-    """The operations for a mask times or by a number: in float32 at least, then in the mask's dtype.
+def in_float32(op: Op, number: Callable[[torch.dtype], Ref]) -> list[Op]:
+    """The operations for the arithmetic of a tensor and a number: in float32 at least, then in the tensor's dtype.
 
     Args:
         number: makes the tensor of a dtype.
     """
-    (made,), target = op.outputs, SCALINGS[op.target]
+    (made,), target = op.outputs, ARITHMETIC[op.target]
     if made.dtype in ("float32", "float64"):
         return [replace(op, target=target, args=(op.args[0], number(getattr(torch, made.dtype))))]
     wide, scaled = f"{op.name}.wide", f"{op.name}.scaled"

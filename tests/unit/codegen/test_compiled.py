@@ -127,7 +127,7 @@ def test_new_regions_are_compiled_ahead_once(quick_compiler: list[Any]) -> None:
 
 
 class StochasticDepth(nn.Module):
-    """Blocks that are dropped at rates which grow from block to block, as timm and torchvision write them."""
+    """Blocks that are dropped at rates which grow from block to block, as timm, torchvision and transformers do it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -148,16 +148,27 @@ class Dropped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = x.new_empty(len(x), *[1] * (x.ndim - 1))
+        if self.kind == "floor":
+            random = (1 - self.rate + torch.rand_like(mask)).floor_()
+            return x.div(1 - self.rate) * random
         if self.kind == "rand":
             return x * (torch.rand_like(mask) >= self.rate)
         mask = mask.bernoulli_(1 - self.rate)
         return x * (mask.div_(1 - self.rate) if self.kind == "div" else mask * (1 / (1 - self.rate)))
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("div", "fp32"), ("div", "bf16"), ("mul", "bf16"), ("rand", "fp32")])
+@pytest.mark.parametrize(
+    ("kind", "precision", "count"),
+    [
+        ("div", "fp32", 2), ("div", "bf16", 2), ("mul", "bf16", 2), ("rand", "fp32", 2), ("floor", "fp32", 2),
+        ("floor", "bf16-params", 4),
+    ],
+)  # fmt: skip
 def test_blocks_that_drop_at_other_rates_are_compiled_once(
-    kind: str, precision: Any, quick_compiler: list[Any]
+    kind: str, precision: Any, count: int, quick_compiler: list[Any]
 ) -> None:
+    """Two regions are the first of three blocks, whose input needs no gradient, and the others. With ``bf16-params``
+    the input's cast and what is dropped are regions too."""
     model, x, y = StochasticDepth(kind), torch.randn(64, 8), torch.randint(0, 8, (64,))
     runs: list[list[float]] = []
     for compiles in (False, True):
@@ -167,7 +178,7 @@ def test_blocks_that_drop_at_other_rates_are_compiled_once(
             runs.append([pm.train_step(x, y).loss for _ in range(3)])
     assert runs[0] == pytest.approx(runs[1], abs=1e-6 if precision == "fp32" else 1e-3)
     assert len(set(runs[0])) == 3
-    assert len(quick_compiler) == 2  # the first of three blocks, whose input needs no gradient, and the others
+    assert len(quick_compiler) == count
 
 
 class Mixes(nn.Module):
