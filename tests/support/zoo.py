@@ -53,7 +53,7 @@ PAIRS: Mapping[str, dict[str, Any]] = {"pp 2": {"pp": 2}, "tp 2": {"tp": 2}, "dp
 # With free communication the planner shards all that it can; by true prices such small models stay whole.
 SHARDING = functools.cache(lambda: str(slow_compute(Path(tempfile.mkdtemp()))))
 STEPS, SAMPLES = 2, 8
-LIMIT = 900.0  # seconds for a family
+LIMIT = 3600.0  # seconds for a family
 TIME_LEFT = "did not end in {:.0f} s"
 SGD = functools.partial(torch.optim.SGD, lr=0.01)
 COLUMNS = ("traces", *(f"plan {m}" for m in MESHES), *(f"equal {m}" for m in PAIRS), "dropout")

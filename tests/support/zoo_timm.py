@@ -17,7 +17,7 @@ from support.zoo_row import Inputs, ZooRow
 
 # The model of each of timm's modules: the smallest one that people train.
 TIMM: Mapping[str, str] = {
-    "beit": "beit_base_patch16_224", "byoanet": "halonet_h1", "byobnet": "resnet32ts", "cait": "cait_xxs24_224",
+    "beit": "beit_base_patch16_224", "byoanet": "botnet26t_256", "byobnet": "resnet32ts", "cait": "cait_xxs24_224",
     "coat": "coat_tiny", "convit": "convit_tiny", "convmixer": "convmixer_768_32", "convnext": "convnext_atto",
     "cpubone": "cpubone_nano", "crossvit": "crossvit_tiny_240", "csatv2": "csatv2", "cspnet": "cs3darknet_focus_s",
     "cspnext": "cspnext_tiny", "davit": "davit_tiny", "deepseek_vit": "deepseek_vit_412m",
@@ -50,7 +50,6 @@ TIMM: Mapping[str, str] = {
     "xception": "legacy_xception", "xception_aligned": "xception41p", "xcit": "xcit_nano_12_p8_224",
 }  # fmt: skip
 SIDES = (64, 96, 128, 160, 192, 224, 256)  # of small images, pixel
-MANY_PARAMETERS = 3e7  # from which a small version has few blocks, if the model has such an argument
 FEW_BLOCKS: Sequence[dict[str, Any]] = ({"depth": 4}, {"depths": (1, 1, 2, 1)}, {})
 # The first of these that a model takes.
 RATES: Sequence[dict[str, Any]] = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})
@@ -91,15 +90,12 @@ def input_size(name: str) -> tuple[int, ...]:
 def smallest(name: str) -> tuple[dict[str, Any], int]:
     """Arguments of the model for its smallest images of SIDES, and their side; its own size if it takes none of them.
 
-    A large model has few blocks, if it has such an argument.
+    It has few blocks if there is an argument for that.
     """
-    with torch.device("meta"):
-        is_large = sum(p.numel() for p in create_model(name).parameters()) > MANY_PARAMETERS
     sides = (*SIDES, max(input_size(name)[1:]))
-    blocks: Sequence[dict[str, Any]] = FEW_BLOCKS if is_large else ({},)
     for device, side in product(("meta", "cpu"), sides):  # few models do not run on the meta device
         sizes: Sequence[dict[str, Any]] = ({"img_size": side}, {})
-        for fewer, sized in product(blocks, sizes):
+        for fewer, sized in product(FEW_BLOCKS, sizes):
             try:
                 with torch.no_grad(), torch.device(device):
                     create_model(name, **fewer, **sized)(torch.randn(2, 3, side, side))
