@@ -144,6 +144,11 @@ class ParallelModel:
         """Low dtype of mixed precision; None if the model computes in the dtype of its weights."""
         return self._spec.autocast
 
+    @property
+    def compiled(self) -> bool:
+        """Whether ranks run code of torch.compile, which their first step and each new shape compile."""
+        return self._spec.compiled
+
     # -- mode --------------------------------------------------------------------------------------------------
 
     @property
@@ -449,7 +454,7 @@ class ParallelModel:
         Raises:
             UsageError: stages are compiled for the CPU; tensors inside of compiled code cannot be counted there.
         """
-        if self._spec.compiled and self.machine.device_type == "cpu":
+        if self.compiled and self.machine.device_type == "cpu":
             raise UsageError("Tensors inside of compiled stages cannot be counted on CPU. Pass compile=False.")
         peaks, _ = self._dispatcher.carry_out(self._training_request("tensor_peak", x, y))
         self._dispatcher.updated()

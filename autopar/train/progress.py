@@ -34,6 +34,10 @@ class ProgressBar(Callback):
         if trainer.history:
             self.accuracy = accuracy_text(trainer.history[-1])
         text = f"epoch {done.epoch}/{trainer.epochs}"
+        if trainer.pm.compiled:
+            text += "  the first step compiles the model"
+            if not self.console.is_terminal:
+                self.console.print(text)
         self.bar.update(self.task, total=trainer.epochs * done.steps, completed=done.update, description=text)
         self.bar.start()
 

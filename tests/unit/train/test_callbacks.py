@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.train_cli import records
@@ -18,6 +20,7 @@ from autopar.train import (
     evaluation_loader,
     schedule,
 )
+from autopar.train.run.reports import RunPosition
 
 
 def test_hooks_log_tensorboard_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -48,6 +51,15 @@ def test_hooks_log_tensorboard_and_checkpoints(tmp_path: Path, capsys: pytest.Ca
     scalars = tensorboard(tmp_path / "tb")
     assert scalars["train/loss"] == [pytest.approx(s["loss"]) for s in steps]
     assert scalars["epoch/accuracy"] == [pytest.approx(e["accuracy"]) for e in epochs]
+
+
+def test_a_run_says_that_its_first_step_compiles(capsys: pytest.CaptureFixture) -> None:
+    for compiled in (False, True):
+        machine, position = SimpleNamespace(device_type="cpu"), RunPosition(1, 0, 5)
+        pm: Any = SimpleNamespace(compiled=compiled, machine=machine)
+        view: Any = SimpleNamespace(pm=pm, epochs=3, position=position, history=[])
+        ProgressBar().on_start(view)
+        assert capsys.readouterr().out == ("epoch 1/3  the first step compiles the model\n" if compiled else "")
 
 
 def tensorboard(folder: Path) -> dict[str, list[float]]:
