@@ -21,7 +21,8 @@ from webdataset.writer import TarWriter
 
 from autopar.errors import UsageError
 from autopar.train import Augmentation, Batch, Data, PartLoader, PartSampler, Selection, Wanted, load_data, num_images
-from autopar.train.data.streams import Encoded, Stream, num_lanes, shuffled
+from autopar.train.data.images import Encoded
+from autopar.train.data.streams import Stream, num_lanes, shuffled
 from autopar.train.data.transforms import training_transform
 
 SIDE = 8
