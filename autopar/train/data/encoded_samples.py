@@ -165,8 +165,9 @@ class Drawing:
                 changes = ((number, factors[number]) for number in order.tolist())
                 draws = draws._replace(colours=tuple(change for change in changes if change[1] is not None))
             elif isinstance(step, erasing):
-                erased = (step(torch.ones(1, self.form.side, self.form.side, device="cpu"))[0] == 0).nonzero().tolist()
-                if erased:
-                    (top, left), (bottom, right) = erased[0], erased[-1]
+                kept = step(torch.ones(1, self.form.side, self.form.side, device="cpu"))[0]
+                erased = (kept == 0).nonzero()
+                if len(erased):
+                    (top, left), (bottom, right) = erased[[0, -1]].tolist()
                     draws = draws._replace(erased=(top, left, bottom + 1 - top, right + 1 - left))
         return draws

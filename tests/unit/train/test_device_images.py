@@ -213,6 +213,23 @@ def test_batches_are_the_same_on_every_mesh_and_from_every_position(read: Any, p
     assert all(a.x.is_meta and torch.equal(a.y, b.y) for a, b in zip(unread.epoch(2), whole, strict=True))
 
 
+def test_the_next_batch_is_made_while_one_is_trained_on(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made, two = device_images.DeviceTransform.__call__, [], threading.Event()
+
+    def noted(self: Any, shares: Any) -> Any:
+        made.append(threading.current_thread())
+        batch = real(self, shares)
+        if len(made) == 2:
+            two.set()
+        return batch
+
+    monkeypatch.setattr(device_images.DeviceTransform, "__call__", noted)
+    epoch = loader(folder(photos), CROPPED).epoch(1)
+    next(epoch)
+    assert two.wait(20) and threading.main_thread() not in made
+    assert len(list(epoch)) == 1 and len(made) == 2
+
+
 def test_an_epoch_that_is_left_early_ends_its_thread(photos: Path) -> None:
     epoch = loader(folder(photos), CROPPED).epoch(1)
     first = next(epoch)
