@@ -67,9 +67,9 @@ class DeviceTransform:
         """JPEGs on the device. Those that the device's decoder refuses are decoded by Pillow, or named in its error."""
         try:
             return self.io.decode_jpeg(jpegs, mode=self.mode, device=self.device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # does not say which image
+        except RuntimeError as error:  # of all images, one of which it refuses; torchvision changes the types of others
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from error
             if len(jpegs) > 1:
                 return [self.decoded_jpegs([jpeg], [name])[0] for jpeg, name in zip(jpegs, names, strict=True)]
         image = Encoded(jpegs[0].numpy().tobytes(), 0, names[0]).decoded().convert(MODES[self.form.channels])
@@ -180,7 +180,8 @@ class DeviceBatches:
                 return Unreadable(str(error))
             except torch.OutOfMemoryError as error:
                 count = plural(sum(len(share.entries) for share in shares), "image")
-                return Unreadable(f"{self.device} has no memory to decode {count}: {error} Leave {FLAG} out.")
+                reason = str(error).splitlines()[0]
+                return Unreadable(f"{self.device} has no memory to decode {count}: {reason} Leave {FLAG} out.")
             if self.decoding is not None:
                 self.decoding.synchronize()
         return batch

@@ -194,6 +194,17 @@ def test_what_the_decoder_refuses_is_decoded_by_pillow(photos: Path, monkeypatch
     assert same(list(ours.epoch(1)), expected) and shapes.count(1) == 6
 
 
+def test_a_device_without_memory_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Error while decoding JPEG images: CUDA out of memory.\nException raised from malloc")
+
+    images = loader(folder(photos), CROPPED)
+    monkeypatch.setattr("torchvision.io.decode_jpeg", full)
+    message = "cpu has no memory to decode 8 images: Error while decoding JPEG images: CUDA out of memory. Leave --load"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
+        next(images.epoch(1))
+
+
 # -- the same images everywhere ----------------------------------------------------------------------------------------
 
 
