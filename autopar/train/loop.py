@@ -24,15 +24,8 @@ from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import of_type, plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import (
-    Batch,
-    IgnoreSignals,
-    IterableLoader,
-    Loader,
-    PartLoader,
-    TimedBatches,
-    check_equal_parts,
-)
+from autopar.train.data.iterable_loader import IterableLoader, check_equal_parts
+from autopar.train.data.loader import Batch, IgnoreSignals, Loader, PartLoader, TimedBatches
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
 from autopar.train.rank_zero import run_on_rank_zero
 from autopar.train.run.folder import start_again

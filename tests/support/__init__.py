@@ -2,7 +2,8 @@
 
 - Models: `models` (small ones that pipeline splits get wrong), `cases` (with losses and batches), `mesh_models`
   (families of real models), `two_towers` (a loss over the whole batch), `checkpoint_models`, `training` (digits and a
-  trainer), `measured` (on the meta device), `zoo_models` (every family of torchvision and many of Hugging Face).
+  trainer), `pictures` (JPEGs), `measured` (on the meta device), `zoo_models` (every family of torchvision and many of
+  Hugging Face).
 - Graphs and costs: `traced` (graphs as text), `graphs` (written by hand), `block_chains` and `cut_problems` (cost
   graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication, other networks),
   `machine_points` (as a machine would measure them), `schedules`.

@@ -59,6 +59,13 @@ class DataFlags:
     workers: Annotated[
         int | None, Option("--workers", "-j", min=0, help="Data-loading processes per rank.", metavar="N")
     ] = None
+    loader: Annotated[
+        str,
+        Option(
+            help="Decode and augment images in the data-loading processes (cpu) or on the GPU (gpu); auto times both.",
+            metavar="cpu|gpu|auto",
+        ),
+    ] = "cpu"
 
     mean: Annotated[
         tuple[float, float, float] | None, Option(help="Mean of the pixels; the model's by default.", metavar="R G B")

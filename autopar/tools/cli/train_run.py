@@ -25,6 +25,16 @@ from autopar.tools.cli.models import named_plan
 from autopar.tools.cli.output import save_plan, show_plan
 from autopar.tools.cli.train_flags import EMA_DECAY
 from autopar.tools.cli.train_inputs import model_and_data, steps_per_epoch
+from autopar.tools.cli.train_loader import (
+    AUTO,
+    CPU,
+    GPU,
+    SETTING,
+    decoding_device,
+    faster_loader,
+    possible_loader,
+    resumed_loader,
+)
 from autopar.tools.cli.train_request import ENDLESS, Run
 from autopar.tools.cli.verify_weights import ReferenceScore, verify
 from autopar.train import (
@@ -36,6 +46,7 @@ from autopar.train import (
     Checkpoints,
     Data,
     JsonLog,
+    PartLoader,
     ProgressBar,
     TensorBoard,
     Trainer,
@@ -75,11 +86,14 @@ def validate(asked: Run) -> None:
     """Evaluate the model that training would start from, and print its metrics."""
     devices = number_of_devices(asked)
     source, data = model_and_data(asked)
+    loader = possible_loader(asked, data)
     show_images(data)
     model, example = start_model(asked, source), example_of(asked, source, data)
     with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **asked.constraints) as pm:
-        loader = evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last)
-        found = evaluate(pm, loader.epoch(1))
+        images = partial(evaluation_loader, data, asked.at_once, pm, asked.workers, source.channels_last)
+        if loader == AUTO:
+            loader = faster_loader(pm, images, asked.workers)
+        found = evaluate(pm, images(decoding_device(pm) if loader == GPU else None).epoch(1))
     if is_rank_zero():
         typer.echo(
             f"loss {found.loss:.4f}  top-1 {percent(found.accuracy, 2)}  top-5 {percent(found.top5, 2)}  on "
@@ -92,10 +106,12 @@ def run_to_the_end(asked: Run) -> None:
     checkpoint = resumed_checkpoint(asked.folder, asked.resume, asked.overwrite)
     devices = number_of_devices(asked)
     source, data = model_and_data(asked)
+    loader = possible_loader(asked, data)
     show_images(data)
     steps = steps_per_epoch(asked, data)
     if checkpoint is not None:
-        check_goes_on(asked, checkpoint, settings(asked, source, data), steps)
+        loader = resumed_loader(loader, asked, checkpoint)
+        check_goes_on(asked, checkpoint, settings(asked, source, data, loader), steps)
         if asked.restarts and run_on_rank_zero(partial(is_finished, asked, checkpoint), broadcast_from_rank0):
             return
     model, example = start_model(asked, source, checkpoint is not None), example_of(asked, source, data)
@@ -105,7 +121,10 @@ def run_to_the_end(asked: Run) -> None:
     if is_rank_zero():
         make_folder(asked.folder)
     with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
-        trainer = trainer_of(asked, pm, source, data)
+        if loader == AUTO:
+            make = partial(training_images, asked, pm, source, data)
+            loader = faster_loader(pm, make, asked.workers)
+        trainer = trainer_of(asked, pm, source, data, loader)
         if checkpoint is not None:
             trainer.resume(checkpoint)
         if asked.overwrite:  # as late as possible: every check has passed
@@ -168,36 +187,44 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
     return arguments
 
 
-def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -> Trainer:
-    """Trainer with the callbacks that write and show the command's results."""
-    folder = asked.folder
+def training_images(
+    asked: Run, pm: ParallelModel, source: ModelSource, data: Data, device: torch.device | None
+) -> PartLoader:
+    """Loader of training images, which a device decodes, or None."""
+    return training_loader(
+        pm,
+        data,
+        asked.batch_size,
+        seed=asked.seed,
+        augmentation=asked.augmentation.augmentation(data.augmentation),
+        grad_accum_steps=asked.optimizer.grad_accum_steps,
+        mixup=asked.mixup(data.num_classes),
+        num_workers=asked.workers,
+        channels_last=source.channels_last,
+        aug_repeats=asked.augmentation.aug_repeats or 1,
+        device=device,
+    )
+
+
+def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data, loader: str) -> Trainer:
+    """Trainer with the callbacks that write and show the command's results; ``loader`` is cpu or gpu."""
+    folder, device = asked.folder, decoding_device(pm) if loader == GPU else None
     saving = Checkpoints(folder, asked.checkpoint_steps, asked.keep)
     writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), saving)
     return Trainer(
         pm,
-        training_loader(
-            pm,
-            data,
-            asked.batch_size,
-            seed=asked.seed,
-            augmentation=asked.augmentation.augmentation(data.augmentation),
-            grad_accum_steps=asked.optimizer.grad_accum_steps,
-            mixup=asked.mixup(data.num_classes),
-            num_workers=asked.workers,
-            channels_last=source.channels_last,
-            aug_repeats=asked.augmentation.aug_repeats or 1,
-        ),
-        evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last),
+        training_images(asked, pm, source, data, device),
+        evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last, device),
         epochs=asked.epochs,
         grad_accum_steps=asked.optimizer.grad_accum_steps,
         schedule="timm",
         ema=asked.optimizer.model_ema,
         callbacks=(*writing, ProgressBar()),
-        settings=settings(asked, source, data),
+        settings=settings(asked, source, data, loader),
     )
 
 
-def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
+def settings(asked: Run, source: ModelSource, data: Data, loader: str) -> dict[str, Any]:
     """Settings that must not change when a run is resumed, by flag or name.
 
     They determine the images and targets of each step, and dropout. The options of optimizer and schedule are among
@@ -222,6 +249,8 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
     )
     for group in groups:
         given |= {f"--{name.replace('_', '-')}": value for name, value in group.items()}
+    if loader != CPU:
+        given[SETTING] = loader
     if asked.schedule.sched not in ENDLESS:
         given["--epochs (the length of the schedule)"] = asked.epochs
     return json.loads(json.dumps(given))  # as a checkpoint returns it: without tuples

@@ -225,7 +225,7 @@ def read_folder(folder: Path, layout: str) -> tuple[list[str], Files]:
         found = needed("torchvision.datasets", "Data set 'imagefolder'").ImageFolder(str(folder))
     except OSError as error:
         raise UsageError(f"Data set 'imagefolder': {error}. Images must lie as {layout}.") from error
-    return found.classes, Files([path for path, _ in found.samples], found.targets, found.loader)
+    return found.classes, Files([path for path, _ in found.samples], found.targets)
 
 
 def refuse_files(name: str, wanted: Wanted) -> None:

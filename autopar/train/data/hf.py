@@ -10,8 +10,8 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.train.data.images import Images
-from autopar.train.data.streams import Encoded, Parts, Stream
+from autopar.train.data.images import Encoded, Images
+from autopar.train.data.streams import Parts, Stream
 from autopar.train.data.wanted import Selection, Wanted
 from autopar.train.timm_optional import needed
 
@@ -55,13 +55,11 @@ class Rows:
     column: str
     labels: Sequence[int]
 
-    def image(self, index: int) -> Any:
-        """The PIL image of a row.
+    def encoded(self, index: int) -> Encoded:
+        return encoded(self.dataset[index][self.column], self.labels[index], f"{self.name}[{index}]")
 
-        Raises:
-            UsageError: it cannot be read; names it.
-        """
-        return encoded(self.dataset[index][self.column], 0, f"{self.name}[{index}]").decoded()
+    def image(self, index: int) -> Any:
+        return self.encoded(index).decoded()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,19 +14,19 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
-from autopar.ir.pytree import leaves
-from autopar.ir.units import of_type, plural
 from autopar.train.data.datasets import Data
-from autopar.train.data.images import Images
+from autopar.train.data.device_images import DeviceBatches, DeviceTransform
+from autopar.train.data.encoded_samples import Drawing, EncodedSamples, check_device_images
+from autopar.train.data.images import EncodedImages, Images
 from autopar.train.data.mixup import Mixup, check_even
 from autopar.train.data.sampler import PartSampler
 from autopar.train.data.samples import ImageSamples, collate, collate_encoded, collate_labels, without_images
 from autopar.train.data.streams import Stream, StreamParts, Unreadable, num_images
-from autopar.train.data.transforms import Augmentation, Format, Transform, evaluation_transform, training_transform
+from autopar.train.data.transforms import Augmentation, Chain, Format, evaluation_transform, training_transform
 
 
 class Batch(NamedTuple):
@@ -82,7 +82,7 @@ class PartLoader:
         self,
         images: Images | Stream,
         sampler: PartSampler,
-        transform: Transform,
+        transform: Chain,
         form: Format,
         reads: bool = True,
         num_workers: int = 0,
@@ -91,6 +91,7 @@ class PartLoader:
         mixup: Mixup | None = None,
         group: int = 1,
         channels_last: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """Prepare; no process starts yet.
 
@@ -101,26 +102,42 @@ class PartLoader:
             random_seed: seed of a random transform; None if it is not random.
             group: batches of one update, which are mixed with the same share and box.
             channels_last: whether batches of images are in that memory format.
+            device: device that decodes and augments the images, and on which they stay; None does so in the processes.
+
+        Raises:
+            UsageError: torchvision cannot decode on the device.
         """
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self.sampler, self.mixup, self.group = sampler, mixup, group
         self.parts: Callable[[], Iterator[Any]]
         self.stream: StreamParts | None = None
+        self.device_batches: DeviceBatches | None = None
         options: dict[str, Any] = {
             "worker_init_fn": IgnoreSignals(),
             "generator": torch.Generator(),  # otherwise it draws from the default generator, which is the user's
         }
+        make: Callable[[Any], Any] = partial(collate_encoded, transform=transform, seed=random_seed, layout=layout)
+        if device is not None and reads:
+            make = Drawing(transform, form, random_seed).collate
+            self.device_batches = DeviceBatches(DeviceTransform(transform, form, device, layout))
+        join = self.device_batches.batches if self.device_batches is not None else partial(joined, layout=layout)
         if isinstance(images, Stream):
             num_workers = min(num_workers, sampler.batch_size // sampler.data_size) if reads else 0
-            make = partial(collate_encoded, transform=transform, seed=random_seed, layout=layout)
             if not reads:
                 make = partial(collate_labels, shape=form.shape, layout=layout)
             self.stream = StreamParts(images, sampler, make)
-            shares = DataLoader(
+            source = DataLoader(
                 self.stream, batch_size=None, collate_fn=as_it_is, num_workers=num_workers,
                 persistent_workers=num_workers > 0, **options,
             )  # fmt: skip
-            self.parts = partial(joined, shares, max(num_workers, 1), layout)
+            self.parts = lambda: join(batch_shares(source, max(num_workers, 1)))
+        elif reads and self.device_batches is not None:
+            assert isinstance(images, EncodedImages)
+            source = DataLoader(
+                EncodedSamples(images), batch_sampler=sampler, collate_fn=make, num_workers=num_workers,
+                persistent_workers=num_workers > 0, **options,
+            )  # fmt: skip
+            self.parts = lambda: join(batch_shares(source, 1))
         elif reads:
             self.parts = partial(
                 made_on_cpu,
@@ -149,8 +166,10 @@ class PartLoader:
             if isinstance(part, Unreadable):
                 raise UsageError(part.reason)
             x, y = part
-            if self.mixup is not None:
-                update = ((number - 1) * len(self) + batch) // self.group
+            update = ((number - 1) * len(self) + batch) // self.group
+            if self.device_batches is not None:
+                x, y = self.device_batches.mixed(self.mixup, x, y, update)
+            elif self.mixup is not None:
                 x, y = self.mixup(x, y, update)
             yield Batch(x, y, count)
 
@@ -167,15 +186,24 @@ def as_it_is(part: Any) -> Any:
     return part
 
 
-def joined(source: DataLoader[Any], processes: int, layout: torch.memory_format) -> Iterator[Any]:
-    """Batches of a stream, of which each loader process makes a share; the first unreadable share stands for all."""
+def batch_shares(source: DataLoader[Any], processes: int) -> Iterator[list[Any] | Unreadable]:
+    """Shares of each batch, of which each loader process makes one; the first unreadable share stands for all."""
     shares = made_on_cpu(source)
     while batch := list(islice(shares, processes)):
         bad = next((share for share in batch if isinstance(share, Unreadable)), None)
         if bad is not None:
             yield bad
             return
-        images, labels = zip(*(share for share in batch if share is not None))
+        yield [share for share in batch if share is not None]
+
+
+def joined(batches: Iterator[list[Any] | Unreadable], layout: torch.memory_format) -> Iterator[Any]:
+    """Batches of a stream from their shares."""
+    for batch in batches:
+        if isinstance(batch, Unreadable):
+            yield batch
+            return
+        images, labels = zip(*batch)
         if len(images) == 1:
             yield images[0], labels[0]
             continue
@@ -194,35 +222,6 @@ def made_on_cpu(source: DataLoader[Any]) -> Iterator[Any]:
         if batch is None:
             return
         yield batch
-
-
-@dataclass(frozen=True)
-class IterableLoader:
-    """Batches (x, y) of a user's iterable, such as a DataLoader, which is iterated again in each epoch."""
-
-    batches: Iterable[Any]
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
-        """Batches of an epoch; see `Loader`.
-
-        Raises:
-            UsageError: a batch is no pair of inputs and targets.
-        """
-        del number
-        for i, batch in enumerate(self.batches):
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                holds = f" with {', '.join(map(repr, batch))}" if isinstance(batch, dict) else ""
-                raise UsageError(
-                    f"Batch {i} of the loader is {of_type(batch)}{holds}; it must be a pair (x, y), the model's input "
-                    "and the target of loss_fn. Give the DataLoader a collate_fn that returns one."
-                )
-            if i >= first:
-                x, y = batch
-                yield Batch(x, y, num_samples(x, y, i))
 
 
 class TimedBatches:
@@ -247,48 +246,6 @@ class TimedBatches:
         return waited, passed
 
 
-def num_samples(x: Any, y: Any, number: int) -> int:
-    """Samples of a batch: the first size of the first tensor among the targets, or else among the inputs.
-
-    Raises:
-        UsageError: batch ``number`` has no such tensor.
-    """
-    for leaf in leaves((y, x)):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
-            return leaf.shape[0]
-    raise UsageError(
-        f"Batch {number} of the loader has no tensor with samples: x is {of_type(x)}, y is {of_type(y)}. Give the "
-        "DataLoader a collate_fn that returns tensors [batch, ...]."
-    )
-
-
-def check_equal_parts(loader: DataLoader[Any], num_batches: int, replicas: int) -> None:
-    """Check that replicas can share each batch evenly, as far as the DataLoader says how large they are.
-
-    Args:
-        num_batches: batches of an epoch that are trained on.
-
-    Raises:
-        UsageError: they cannot.
-    """
-    batches = loader.batch_sampler
-    if type(batches) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
-        return
-    size, samples = batches.batch_size, len(batches.sampler)  # type: ignore[arg-type]
-    last = samples - size * (num_batches - 1)
-    if size % replicas:
-        remedy = f"Use a batch_size that is a multiple of {replicas}"
-    elif last < size and last % replicas:
-        remedy = "Pass drop_last=True to the DataLoader"
-    else:
-        return
-    smaller = f", the last one of {last}" if last < size else ""
-    raise UsageError(
-        f"The loader makes {plural(samples, 'sample')} into batches of {size}{smaller}, "
-        f"and {replicas} data-parallel replicas train on equal parts of each. {remedy}."
-    )
-
-
 def training_loader(
     pm: ParallelModel,
     data: Data,
@@ -301,6 +258,7 @@ def training_loader(
     num_workers: int = 0,
     channels_last: bool = False,
     aug_repeats: float = 1,
+    device: torch.device | None = None,
 ) -> PartLoader:
     """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
 
@@ -309,15 +267,19 @@ def training_loader(
         augmentation: random changes of the images; by default the usual ones for the data.
         channels_last: whether images are in that memory format.
         aug_repeats: times that an image is in a batch, with another augmentation each time (repeated augmentation).
+        device: as for `PartLoader`.
 
     Raises:
-        UsageError: the batch is too large, the data ranks cannot share it, or a stream should repeat images.
+        UsageError: the batch is too large, the data ranks cannot share it, a stream should repeat images, or the device
+            cannot make them.
     """
     size = micro_batch(batch_size, grad_accum_steps)
     if mixup is not None:
         check_even(size, pm.data_size)
     augmentation = data.augmentation if augmentation is None else augmentation
     transform = check_augmentation(data, augmentation, aug_repeats)
+    if device is not None:
+        check_device_images(data.train, data.form, augmentation)
     sampler = PartSampler(
         num_images(data.train), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps,
         repeats=aug_repeats,
@@ -333,10 +295,11 @@ def training_loader(
         mixup=mixup,
         group=grad_accum_steps,
         channels_last=channels_last,
+        device=device,
     )
 
 
-def check_augmentation(data: Data, augmentation: Augmentation, repeats: float) -> Transform:
+def check_augmentation(data: Data, augmentation: Augmentation, repeats: float) -> Chain:
     """Transform of training images.
 
     Raises:
@@ -348,13 +311,29 @@ def check_augmentation(data: Data, augmentation: Augmentation, repeats: float) -
 
 
 def evaluation_loader(
-    data: Data, batch_size: int, pm: ParallelModel | None = None, num_workers: int = 0, channels_last: bool = False
+    data: Data,
+    batch_size: int,
+    pm: ParallelModel | None = None,
+    num_workers: int = 0,
+    channels_last: bool = False,
+    device: torch.device | None = None,
 ) -> PartLoader:
-    """Loader of this rank's part of the test images, in order; of all of them without a parallel model."""
+    """Loader of this rank's part of the test images, in order; of all of them without a parallel model.
+
+    Args:
+        device: as for `PartLoader`.
+
+    Raises:
+        UsageError: the device cannot make them.
+    """
     rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
+    if device is not None:
+        check_device_images(data.test, data.form, Augmentation())
     sampler = PartSampler(num_images(data.test), batch_size, rank, size, training=False)
     transform = evaluation_transform(data.form)
-    return PartLoader(data.test, sampler, transform, data.form, reads, num_workers, channels_last=channels_last)
+    return PartLoader(
+        data.test, sampler, transform, data.form, reads, num_workers, channels_last=channels_last, device=device
+    )
 
 
 def micro_batch(batch_size: int, grad_accum_steps: int) -> int:

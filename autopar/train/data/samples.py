@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from autopar.errors import UsageError
-from autopar.train.data.images import Images
+from autopar.train.data.images import Encoded, Images
 from autopar.train.data.sampler import Key
-from autopar.train.data.streams import Encoded, Unreadable
+from autopar.train.data.streams import Unreadable
 from autopar.train.data.transforms import Transform
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class ImageSamples(Dataset[Any]):
         return transformed(self.transform, image, self.seed, key), label
 
 
-def transformed(transform: Transform, image: Any, seed: int | None, key: Key) -> torch.Tensor:
-    """The image's tensor; random changes are drawn from seed and key, unless the seed is None."""
+def transformed(transform: Callable[[Any], T], image: Any, seed: int | None, key: Key) -> T:
+    """Result of a transform of an image; random changes are drawn from seed and key, unless the seed is None."""
     if seed is None:
         return transform(image)
     with seeded(seed, *key):

@@ -11,51 +11,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-import fsspec
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.train.data.images import First, Images
+from autopar.train.data.images import Encoded, Images
 from autopar.train.data.sampler import Key, PartSampler
-from autopar.train.timm_optional import needed
 
 MAX_LANES = 64  # open files of one process, and shuffle buffers
 EVEN_SHARDS = 16  # shards of a lane from which one more or less does not matter
 SHUFFLE_BUFFER = 4096  # encoded images in the buffers of all lanes
-
-
-class Encoded(NamedTuple):
-    """An image as it lies in its file, or the file's path or address; its class, and a name for messages."""
-
-    image: bytes | str
-    label: int
-    name: str
-
-    def decoded(self) -> Any:
-        """The PIL image.
-
-        Raises:
-            UsageError: it cannot be read; names it.
-        """
-        try:
-            content = self.image if isinstance(self.image, bytes) else read_bytes(self.image)
-            image = needed("PIL.Image", "Reading images", "pillow").open(BytesIO(content))
-            image.load()
-        except (OSError, SyntaxError) as error:  # Pillow raises the latter for some broken files
-            raise UsageError(f"Cannot read image {self.name}: {error}. Take it out of the data set.") from error
-        return image
-
-
-def read_bytes(path: str) -> bytes:
-    """Content of a file, by its path or address."""
-    with fsspec.open(path, "rb") as file:
-        return file.read()  # type: ignore[union-attr]  # fsspec declares no type of one file
 
 
 @dataclass(frozen=True)
@@ -124,7 +93,9 @@ def first(images: Images | Stream, count: int | None) -> Images | Stream:
     """The first ``count`` images; all of them if ``count`` is None or larger."""
     if count is None or count >= num_images(images):
         return images
-    return replace(images, num_samples=count) if isinstance(images, Stream) else First(images, images.labels[:count])
+    return replace(
+        images, **{"num_samples": count} if isinstance(images, Stream) else {"labels": images.labels[:count]}
+    )
 
 
 def num_lanes(num_shards: int, batch_size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ def check_interpolation(flag: str, name: str, known: tuple[str, ...]) -> None:
         raise UsageError(f"{flag} {name} is unknown. It is one of {', '.join(known)}.")
 
 
-def training_transform(form: Format, augmentation: Augmentation) -> Transform:
+def training_transform(form: Format, augmentation: Augmentation) -> Chain:
     """Transform of training images.
 
     Raises:
@@ -138,7 +138,7 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
     return Chain(MODES[form.channels], (transform, *shifts))
 
 
-def evaluation_transform(form: Format) -> Transform:
+def evaluation_transform(form: Format) -> Chain:
     """Transform of test images, timm's for evaluation: resize, crop, normalise."""
     options = {"crop_pct": form.crop_pct, "crop_mode": form.crop_mode}
     return Chain(MODES[form.channels], (made_by_timm("Reading images", form, form.interpolation, **options),))
@@ -157,6 +157,11 @@ class Chain:
 
     mode: str
     transforms: tuple[Callable[[Any], Any], ...]
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        """Steps of timm's transform, the first of the transforms."""
+        return self.transforms[0].transforms  # type: ignore[attr-defined]  # torchvision's Compose
 
     def __call__(self, image: Any) -> torch.Tensor:
         image = image.convert(self.mode)

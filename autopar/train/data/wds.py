@@ -11,7 +11,8 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.train.data.streams import Encoded, Parts, Stream
+from autopar.train.data.images import Encoded
+from autopar.train.data.streams import Parts, Stream
 from autopar.train.data.wanted import Wanted
 from autopar.train.timm_optional import needed
 

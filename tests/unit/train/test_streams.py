@@ -21,7 +21,8 @@ from webdataset.writer import TarWriter
 
 from autopar.errors import UsageError
 from autopar.train import Augmentation, Batch, Data, PartLoader, PartSampler, Selection, Wanted, load_data, num_images
-from autopar.train.data.streams import Encoded, Stream, num_lanes, shuffled
+from autopar.train.data.images import Encoded
+from autopar.train.data.streams import Stream, num_lanes, shuffled
 from autopar.train.data.transforms import training_transform
 
 SIDE = 8
@@ -154,6 +155,17 @@ def test_evaluation_of_a_stream_counts_each_image_once(name: str, size: int, sav
         loader = PartLoader(data.test, sampler, training_transform(data.form, Augmentation()), data.form, True, rank)
         seen += [number for batch in loader.epoch(1) for number in numbers([Batch(batch.x[: batch.count], None, 0)])]
     assert sorted(seen) == list(range(TEST))
+
+
+@pytest.mark.parametrize("name", [*STREAMS, "hf:{}/rows"])
+def test_a_device_makes_the_images_of_every_library(name: str, saved: Path) -> None:
+    data = load(name, saved)
+    changed = Augmentation(scale=(0.3, 1.0), hflip=0.5, color_jitter=0.4, reprob=0.5)
+    ours, theirs = (batches(data, augmentation=changed, device=device) for device in (torch.device("cpu"), None))
+    assert len(ours) == TRAIN // 8
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(batch.y, expected.y) and torch.equal(batch.x == 0, expected.x == 0)
+        assert (batch.x - expected.x).abs().max() < 1.01 / 255
 
 
 def test_ranks_read_different_shards(saved: Path) -> None:
