@@ -133,6 +133,10 @@ def products() -> Iterator[Case]:
     yield case("einsum.default", "bk, bk, bn -> bn", (x(4, 8), x(4, 8), x(4, 4)))
     yield case("einsum.default", "bii,ij->bj", (x(2, 4, 4), x(4, 8)))
     yield case("einsum.default", "abc->cab", (x(2, 4, 8),))
+    yield case("einsum.default", "...rk,rkc->...rc", (x(2, 4, 8), x(4, 8, 2)))
+    yield case("einsum.default", "b...k,...kc->b...c", (x(2, 4, 8), x(1, 8, 4)))
+    yield case("einsum.default", "bk,kc", (x(2, 4), x(4, 8)))
+    yield case("einsum.default", "c...b", (x(2, 4, 8),))
     yield case("embedding.default", x(8, 4), n(8, 4, 4))
     yield case("embedding.default", x(8, 4), n(8, 4, 4), 3, True)
 
