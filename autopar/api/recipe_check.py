@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph
-from autopar.ir.units import of_type, plural
+from autopar.ir.pytree import flatten, path_text
+from autopar.ir.units import first_few, of_type, plural
 from autopar.runtime.engine.closure_guard import closure_tensors
 from autopar.runtime.optim.build import made
 from autopar.runtime.optim.lr_scheduler import scheduler_of
@@ -67,14 +69,35 @@ def check_nothing_trainable(loss_fn: Any, model: nn.Module) -> None:
         )
 
 
+def check_loss_fits(loss_fn: Any, graph: Graph) -> None:
+    """Check that cross-entropy, the default loss, is given one tensor.
+
+    Args:
+        graph: the model's training graph.
+
+    Raises:
+        UsageError: the model returns something else.
+    """
+    if loss_fn is F.cross_entropy and graph.out_spec != flatten(None)[1]:
+        paths = [f"output{path_text(graph.out_spec, number)}" for number in range(len(graph.outputs))]
+        example = paths[0] if paths else "output"
+        raise UsageError(
+            f"loss_fn is cross_entropy, the default, which takes one tensor; in training {graph.model} returns "
+            f"{first_few(paths, MAX_NAMED) or 'none'}. Pass a loss_fn for them, such as lambda output, target: "
+            f"F.cross_entropy({example}, target)."
+        )
+
+
 def try_recipe(recipe: TrainingRecipe, graph: Graph) -> None:
     """Build the optimizer and its scheduler over small parameters, as each rank will over its own.
 
     Raises:
-        UsageError: one of them cannot be built, or does not use the argument of its callable.
+        UsageError: one of them cannot be built, or does not use the argument of its callable; or the default loss does
+            not fit the model.
     """
     if recipe.optimizer is None:
         return
+    check_loss_fits(recipe.loss_fn, graph)
     with probe_context(torch.device("cpu")):
         small = {w.name: nn.Parameter(small_weight(w)) for w in graph.weights if w.requires_grad}
         optimizer = made(recipe.optimizer, small)

@@ -17,7 +17,7 @@ from torchvision import models
 import autopar
 from autopar.api.model_source import ModelSource
 from autopar.ir.units import percent
-from autopar.tools.cli.initial_weights import pretrained
+from autopar.tools.cli.initial_weights import pretrained, pretrained_arguments
 from autopar.tools.cli.unused_flags import RULES
 from autopar.train import Wanted, evaluate_alone, evaluation_loader, load_data
 
@@ -120,6 +120,18 @@ def test_pretrained_weights_of_libraries(tmp_path, monkeypatch):
     model = pretrained(ModelSource("torchvision:squeezenet1_1", {"num_classes": 7}), None).state_dict()
     assert model["classifier.1.weight"].shape[0] == 7 and not model["classifier.1.weight"].eq(1).any()
     assert all(tensor.eq(1).all() for name, tensor in model.items() if not name.startswith("classifier"))
+
+
+def test_pretrained_weights_of_torchvision_compute_as_in_torchvision(monkeypatch):
+    state = models.get_model("googlenet", init_weights=False).state_dict()
+    monkeypatch.setattr("torchvision.models.WeightsEnum.get_state_dict", lambda *_, **__: dict(state))
+    arguments = pretrained_arguments("torchvision:googlenet", None) | {"aux_logits": False}
+    ours = pretrained(ModelSource("torchvision:googlenet", arguments), None).eval()
+    theirs = models.get_model("googlenet", weights="DEFAULT").eval()
+    x = torch.rand(1, 3, 64, 64)
+    assert ours(x).equal(theirs(x))
+    assert pretrained_arguments("torchvision:vit_h_14", None) == {"image_size": 518}
+    assert pretrained_arguments("torchvision:vit_h_14", 224) == pretrained_arguments("vit_tiny_patch16_224", None) == {}
 
 
 def test_the_model_decides_the_size_of_images_unless_the_data_does(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.sharding.bound_call import BoundCall, broadcast_letters, broadcast_shape, dim_letters, make_rule
+from autopar.sharding.bound_call import BoundCall, Shape, broadcast_letters, broadcast_shape, dim_letters, make_rule
 from autopar.sharding.rule import Dims, Rule
 
 
@@ -34,17 +34,37 @@ def add_matmul(call: BoundCall) -> Rule | None:
 
 
 def einsum(call: BoundCall) -> Rule | None:
-    """The equation's letters; a letter that the output lacks is summed over."""
-    equation = call.argument(0, "equation").replace(" ", "")
-    left, arrow, right = equation.partition("->")
+    """The equation's letters, and those of an ellipsis; letters that the output lacks are summed over."""
+    left, arrow, right = call.argument(0, "equation").replace(" ", "").partition("->")
     terms = left.split(",")
-    if not arrow or len(terms) != len(call.operands) or "..." in equation:
+    if len(terms) != len(call.operands):
         return None
-    letters = set(left) - {","}
+    letters = set(left) - {",", "."}
+    if not arrow:  # numpy's rule: the dims of the ellipsis, then letters that occur once
+        right = "..." * ("..." in left) + "".join(sorted(x for x in letters if left.count(x) == 1))
+    elided = [elided_dims(term, shape) for term, shape in zip(terms, call.operands)]
+    onto = broadcast_shape(elided)
+    if onto is None:
+        return None
+    batch = dim_letters(onto)
+    parts = [broadcast_letters(shape, onto, batch) for shape in elided]
+    operands = [einsum_dims(term, part) for term, part in zip(terms, parts) if part is not None]
+    made = einsum_dims(right, batch)
     taken_twice = [x for x in letters if any(term.count(x) > 1 for term in terms)]
-    operands: list[Dims] = [tuple((x,) for x in term) for term in terms]
-    summed = [x for x in letters if x not in right]
-    return make_rule(call, operands, [tuple((x,) for x in right)], summed=summed, whole=taken_twice)
+    summed = [x for dims in operands for dim in dims for x in dim if dim not in made]
+    return make_rule(call, operands, [made], summed=summed, whole=taken_twice)
+
+
+def elided_dims(term: str, shape: Shape) -> Shape:
+    """Sizes of the dims that a term's ellipsis stands for."""
+    before, dots, after = term.partition("...")
+    return shape[len(before) : len(shape) - len(after)] if dots else ()
+
+
+def einsum_dims(term: str, elided: Dims) -> Dims:
+    """Letters of a term's dims, those of its ellipsis being ``elided``."""
+    before, dots, after = term.partition("...")
+    return (*((x,) for x in before), *(elided if dots else ()), *((x,) for x in after))
 
 
 def convolution(call: BoundCall) -> Rule | None:

@@ -88,10 +88,37 @@ def timm_pretrained(source: ModelSource, path: Path | None) -> nn.Module:
     return timm.create_model(source.name, pretrained=True, **overlay, **source.kwargs)
 
 
+def pretrained_arguments(name: str, side: int | None) -> dict[str, Any]:
+    """Arguments that torchvision gives a model for its pretrained weights only.
+
+    Args:
+        name: as of a `ModelSource`.
+        side: of the images, pixel; None takes that of the weights.
+    """
+    library, _, model = name.partition(":")
+    if library != "torchvision":
+        return {}
+    if model in ("googlenet", "inception_v3"):  # trained on images normalised in another way
+        return {"transform_input": True, "init_weights": False}
+    if model.startswith("vit_") and side is None:  # those of vit_h_14 are for larger images
+        return {"image_size": torchvision_weights(model).meta["min_size"][0]}
+    return {}
+
+
+def torchvision_weights(name: str) -> Any:
+    return needed("torchvision.models", "--pretrained").get_model_weights(name).DEFAULT
+
+
 def torchvision_pretrained(source: ModelSource, name: str) -> nn.Module:
-    weights = needed("torchvision.models", "--pretrained").get_model_weights(name).DEFAULT
+    weights = torchvision_weights(name)
     model, classes = source.build("cpu"), len(weights.meta["categories"])
-    state, new = dict(weights.get_state_dict(progress=False)), model.state_dict()
+    new = model.state_dict()
+    # As torchvision's builders, which have no auxiliary classifiers with aux_logits=False.
+    state = {
+        key: value
+        for key, value in weights.get_state_dict(progress=False).items()
+        if key in new or not key.startswith(("aux", "AuxLogits"))
+    }
     for key in [key for key, value in state.items() if key in new and new[key].shape != value.shape]:
         if state[key].shape[0] == classes:
             state[key] = new[key]

@@ -8,6 +8,7 @@ from typing import Any
 from autopar.api.model_source import ModelSource
 from autopar.errors import UsageError
 from autopar.tools.cli.flags import BuildFlags, parse_kwargs
+from autopar.tools.cli.initial_weights import pretrained_arguments
 from autopar.tools.cli.models import size_argument, sized, with_classes
 from autopar.tools.cli.train_request import Run
 from autopar.train import OF_OWN_SIZE, Data, PartSampler, Wanted, load_data, model_config, num_images
@@ -28,7 +29,8 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
     for name in flags.keys() & given.keys():
         flag = "--drop" if name == "drop_rate" else "--drop-path"
         raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
-    source = ModelSource(asked.model, given | flags, channels_last=asked.build.channels_last)
+    usual = pretrained_arguments(asked.model, asked.build.img_size) if asked.weights.pretrained else {}
+    source = ModelSource(asked.model, usual | given | flags, channels_last=asked.build.channels_last)
     side = given_side(asked.build, source) or (OWN_SIDE if asked.data.data in OF_OWN_SIZE else None)
     data = load_data(asked.data.data, wanted_images(asked, source, side))
     check_augmentation(data, asked.augmentation.augmentation(data.augmentation), asked.augmentation.aug_repeats or 1)

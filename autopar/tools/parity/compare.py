@@ -16,11 +16,12 @@ from torch import nn
 from autopar.api.model import ParallelModel
 from autopar.api.parallelize import parallelize
 from autopar.errors import TrainingError, UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.pytree import leaves
 from autopar.ir.units import first_few, plural
 from autopar.runtime.spec import LossOver
-from autopar.tools.parity.difference import Named, Row, compared, rounding_of, update_rounding
+from autopar.tools.parity.difference import DOUBLE, Named, Row, compared, rounding_of, update_rounding
 from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
 from autopar.trace.call import Call, as_call
 from autopar.trace.copy_model import copy_model
@@ -50,7 +51,7 @@ class Parity:
     """Result of a comparison. ``loss`` and ``notes`` are texts for people; notes name what was not compared.
 
     ``autocast`` is the low dtype of mixed precision, None without. ``low`` is that, or the dtype in which gradients
-    travel between replicas if it is a low one.
+    travel between replicas if it is a low one. ``scale`` is the factor of the tolerances.
     """
 
     plan: Plan
@@ -60,6 +61,7 @@ class Parity:
     notes: tuple[str, ...]
     autocast: str | None = None
     low: str | None = None
+    scale: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -99,7 +101,8 @@ def compare(
         raise UsageError("Pass both a target and a loss_fn to compare, or neither.")
     quiet, notes = copy_without_dropout(model)
     call = as_call(quiet, x)
-    random = random_operations(quiet, call)
+    graph = training_graph(quiet, call)
+    random, scale = random_operations(graph), tolerance_scale(graph)
     if random:
         notes.append(
             f"not compared: training. Random operations remain, and each rank draws its own numbers: "
@@ -123,9 +126,9 @@ def compare(
         low = low_dtype(pm)
         if low is not None:
             references.append(Reference(quiet, loss_fn, optimizer, pm, call, loss_over=loss_over))
-        rows = [] if random else trained(pm, references, call, x, y, steps)
-        rows.append(evaluated(pm, references, call))
-    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast, low)
+        rows = [] if random else trained(pm, references, call, x, y, steps, scale)
+        rows.append(evaluated(pm, references, call, scale))
+    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast, low, scale)
 
 
 def low_dtype(pm: ParallelModel) -> str | None:
@@ -134,11 +137,14 @@ def low_dtype(pm: ParallelModel) -> str | None:
     return reduced if reduced != "float32" else pm.autocast
 
 
-def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, y: Any, steps: int) -> list[Row]:
+def trained(
+    pm: ParallelModel, references: list[Reference], call: Call, x: Any, y: Any, steps: int, scale: float
+) -> list[Row]:
     """Rows of outputs, losses, gradients, weights and buffers after training all models for some steps.
 
     Args:
         references: the reference to equal; with a low dtype followed by one in float32.
+        scale: factor of the tolerances.
     Raises:
         TrainingError: float16 gradients overflow at every loss scale.
     """
@@ -162,9 +168,9 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
             )
     rounding = rounding_of(low_dtype(pm))
     rows = [
-        compared("outputs, train mode", *(run.outputs for run in runs), rounding=rounding),
-        compared("loss", *(run.losses for run in runs), rounding=rounding),
-        compared("gradients", *(run.gradients for run in runs), rounding=rounding),
+        compared("outputs, train mode", *(run.outputs for run in runs), rounding=rounding, scale=scale),
+        compared("loss", *(run.losses for run in runs), rounding=rounding, scale=scale),
+        compared("gradients", *(run.gradients for run in runs), rounding=rounding, scale=scale),
     ]
     states = [pm.state_dict(), *(reference.state() for reference in references)]
     parameters = {name for name, _ in references[0].model.named_parameters(remove_duplicate=False)}
@@ -172,17 +178,17 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
     for quantity, wanted, allowed in (("weights", True, updates), ("buffers", False, rounding)):
         parts = [[(n, t) for n, t in state.items() if (n in parameters) is wanted] for state in states]
         if any(parts[:2]):
-            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts, rounding=allowed))
+            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts, rounding=allowed, scale=scale))
     return rows
 
 
-def evaluated(pm: ParallelModel, references: list[Reference], call: Call) -> Row:
+def evaluated(pm: ParallelModel, references: list[Reference], call: Call, scale: float) -> Row:
     """Row of the outputs in eval mode; every reference gets the parallel model's current weights."""
     outputs = [named_outputs(pm.eval()(*call.args, **call.kwargs))]
     for reference in references:
         reference.model.load_state_dict(pm.state_dict())
         outputs.append(reference.outputs(call))
-    return compared("outputs, eval mode", *outputs, rounding=rounding_of(low_dtype(pm)))
+    return compared("outputs, eval mode", *outputs, rounding=rounding_of(low_dtype(pm)), scale=scale)
 
 
 @dataclass(frozen=True)
@@ -277,7 +283,21 @@ def between(numbers: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def random_operations(model: nn.Module, call: Call) -> list[str]:
-    """Names of the operations of the training graph that draw random numbers."""
+def training_graph(model: nn.Module, call: Call) -> Graph:
+    """The model's training graph for as few samples as it takes."""
     part = call.first(min(MIN_SAMPLES, call.batch))
-    return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if is_random(op)]
+    return trace(model, part.args, part.kwargs, "train")
+
+
+def random_operations(graph: Graph) -> list[str]:
+    """Names of the operations that draw random numbers."""
+    return [op.name for op in graph.ops if is_random(op)]
+
+
+def tolerance_scale(graph: Graph) -> float:
+    """`DOUBLE` if all that is computed from trained weights is float64, else 1.
+
+    A float64 tensor may have been rounded to float32 before: logits that are upcast, a norm that computes in float32.
+    """
+    dtypes = {value.dtype for value in graph.readable.values() if value.requires_grad}
+    return DOUBLE if dtypes <= {"float64", "complex128"} else 1.0

@@ -62,7 +62,7 @@ def update_rounding(low: str | None, distance: float) -> Rounding:
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # Below this 2-norm, a tolerance of 1e-5 would hide a wrong tensor: it becomes 1e-4 of the norm, at least 1e-7.
 SMALL_NORM, MIN_ABSOLUTE = 0.1, 1e-7
-DOUBLE = 1e-6  # tolerances of float64 are smaller by this factor
+DOUBLE = 1e-6  # scale of the tolerances where everything is computed in float64
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -94,20 +94,26 @@ class Difference:
 
 
 def compared(
-    quantity: str, actual: Named, expected: Named, exact: Named | None = None, rounding: Rounding = NO_ROUNDING
+    quantity: str,
+    actual: Named,
+    expected: Named,
+    exact: Named | None = None,
+    rounding: Rounding = NO_ROUNDING,
+    scale: float = 1.0,
 ) -> Row:
     """Row of two lists of tensors; a name in only one list is a failure.
 
     Args:
         exact: in mixed precision, the expected tensors in float32.
         rounding: tolerance in addition to the expected tensor's distance to ``exact``.
+        scale: factor of the tolerance of `difference`.
     """
     ours, theirs = dict(actual), dict(expected)
     unmatched = [name for name in (*ours, *theirs) if name not in ours or name not in theirs]
     if unmatched:
         side = "the parallel model" if unmatched[0] in ours else "the model on one device"
         return Row(quantity, len(theirs), float("inf"), float("inf"), False, False, f"{unmatched[0]}: only in {side}")
-    found = {name: difference(ours[name], tensor) for name, tensor in theirs.items()}
+    found = {name: difference(ours[name], tensor, scale) for name, tensor in theirs.items()}
     for name, tensor in exact or ():
         if isfinite(found[name].excess):  # of one shape and dtype, and finite
             wider = rounding.excess(ours[name], theirs[name], tensor)
@@ -125,11 +131,11 @@ def compared(
     )
 
 
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+def difference(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> Difference:
     """Distance of a tensor to the expected one; infinite if shape or dtype differ or a number is not finite.
 
     Tolerance: 1e-5 + 1e-4·|expected|; where the expected tensor's 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7)
-    instead of 1e-5. A millionth of all of this in float64. Integers and booleans must be equal.
+    instead of 1e-5. All of this times ``scale``. Integers and booleans must be equal.
     """
     infinite = Difference(float("inf"), float("inf"), float("inf"))
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -146,8 +152,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
         return infinite
     floor = ABSOLUTE if norm >= SMALL_NORM else max(MIN_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
     relative = gap.norm().item() / norm if norm else float("inf")
-    is_double = expected.dtype in (torch.float64, torch.complex128)
-    allowed = (floor + RELATIVE * theirs.abs()) * (DOUBLE if is_double else 1.0)
+    allowed = (floor + RELATIVE * theirs.abs()) * scale
     return Difference(gap.max().item(), relative, (gap / allowed).max().item())
 
 

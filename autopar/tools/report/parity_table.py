@@ -27,6 +27,7 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
     stages = " | ".join(first if first == last else f"{first} … {last}" for first, last in stage_ends(plan.stages))
     devices = plural(plan.mesh.devices, "device")
     trained = f"{plural(parity.steps, 'AdamW step')} (lr {LEARNING_RATE:g}, eps {EPSILON:g}), " if parity.steps else ""
+    absolute = ABSOLUTE * parity.scale
     lines = [
         ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
         ("compared", f"a: on {devices}; b: {reference_text(parity)} on one device, with the same microbatches"),
@@ -36,8 +37,8 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
         ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
         (
             "tolerance",
-            f"|a−b| ≤ {ABSOLUTE:.0e} + {RELATIVE:.0e}·|b| for every element; in a tensor with ‖b‖ < {SMALL_NORM:g}, "
-            f"{ABSOLUTE / SMALL_NORM:.0e}·‖b‖ instead of {ABSOLUTE:.0e}",
+            f"|a−b| ≤ {absolute:.0e} + {RELATIVE * parity.scale:.0e}·|b| for every element; in a tensor with "
+            f"‖b‖ < {SMALL_NORM:g}, {absolute / SMALL_NORM:.0e}·‖b‖ instead of {absolute:.0e}",
         ),
         *(("", text) for text in noise_texts(parity)),
         *(("note", note) for note in parity.notes),

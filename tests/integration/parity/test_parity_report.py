@@ -19,8 +19,16 @@ import autopar
 from autopar.errors import UnknownOpWarning, UsageError
 from autopar.ir.plan import Precision
 from autopar.ir.plan_parts import ZeroStage
-from autopar.tools.parity.compare import compare, copy_without_dropout, default_loss, mean_of_squares, random_operations
-from autopar.tools.parity.difference import compared, difference, update_rounding
+from autopar.tools.parity.compare import (
+    compare,
+    copy_without_dropout,
+    default_loss,
+    mean_of_squares,
+    random_operations,
+    tolerance_scale,
+    training_graph,
+)
+from autopar.tools.parity.difference import DOUBLE, compared, difference, update_rounding
 from autopar.trace.call import as_call
 
 ONES = torch.ones(4)
@@ -47,6 +55,23 @@ def test_tolerance(actual, expected, ok):
     assert (difference(actual, expected).excess <= 1) is ok
 
 
+class Upcast(nn.Linear):
+    """Returns float64, however it computes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).double()
+
+
+@pytest.mark.parametrize(
+    ("model", "scale"), [(Upcast(4, 3).double(), DOUBLE), (Upcast(4, 3), 1.0), (nn.Linear(4, 3).double(), DOUBLE)]
+)
+def test_the_tolerance_is_smaller_where_all_is_computed_in_float64(model, scale):
+    x = torch.randn(4, 4, dtype=model.weight.dtype)
+    assert tolerance_scale(training_graph(model, as_call(model, x))) == scale
+    rounded = torch.full((4,), 1 + 1e-7, dtype=torch.float64)
+    assert (difference(rounded, ONES.double(), scale).excess <= 1) is (scale == 1)
+
+
 def test_a_row_names_the_worst_tensor():
     row = compared("weights", [("a", ONES), ("b", ONES + 1e-3)], [("a", ONES), ("b", ONES)])
     assert (row.num_tensors, row.ok, row.bitwise, row.worst) == (2, False, False, "b")
@@ -62,9 +87,9 @@ def test_a_missing_tensor_is_a_failure():
 def test_dropout_and_drop_path_are_switched_off_in_a_copy():
     model = tiny_vit(depth=2, drop_rate=0.1, drop_path_rate=0.2)
     x = torch.randn(2, 3, 32, 32)
-    assert random_operations(model, as_call(model, x))
+    assert random_operations(training_graph(model, as_call(model, x)))
     quiet, notes = copy_without_dropout(model)
-    assert not random_operations(quiet, as_call(quiet, x))
+    assert not random_operations(training_graph(quiet, as_call(quiet, x)))
     assert "2 × DropPath (0.2)" in notes[0] and "× Dropout (0.1)" in notes[0]
     assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)  # type: ignore[union-attr,index]
 
@@ -83,7 +108,7 @@ class Functional(nn.Module):
 def test_probabilities_of_functional_dropout_are_switched_off_too():
     model = Functional()
     quiet, notes = copy_without_dropout(model)
-    assert not random_operations(quiet, as_call(quiet, torch.randn(2, 4)))
+    assert not random_operations(training_graph(quiet, as_call(quiet, torch.randn(2, 4))))
     assert notes == ["switched off for the comparison: 1 × Dropout (0.2), 1 × Functional (0.1)"]
 
 

@@ -117,3 +117,16 @@ def test_callables_that_are_as_good_as_the_usual_ones() -> None:
             pm.train_step(X, {"x": X} if "loss_fn" in options else Y)
             changed = [name for name, tensor in pm.state_dict().items() if not tensor.equal(before[name])]
         assert len(changed) == (2 if options.keys() == {"optimizer"} else 4)
+
+
+class Named(nn.Linear):
+    def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(input)}
+
+
+def test_the_default_loss_takes_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with autopar.parallelize(Named(8, 4), 1, X) as pm:
+        assert pm(X)["logits"].shape == (4, 4)
+    monkeypatch.setattr(api, "plan_for_workers", None)
+    with pytest.raises(UsageError, match=r"in training Named returns output\['logits'\]\. Pass a loss_fn for them, "):
+        autopar.parallelize(Named(8, 4), 1, X, optimizer=SGD)
