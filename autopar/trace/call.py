@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,14 @@ class Call:
 
 
 def as_call(model: nn.Module, inputs: Any) -> Call:
-    """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones.
+    """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict or another
+    mapping (such as the result of Hugging Face's processors) the keyword ones.
 
     The batch is the first size of the first tensor. Every tensor with that first size is cut into microbatches,
     whatever its first dim means. All other inputs go whole to each microbatch.
     """
-    if isinstance(inputs, dict):
-        return bind(model, (), inputs)
+    if isinstance(inputs, Mapping):
+        return bind(model, (), dict(inputs))
     return bind(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from autopar.codegen.split import split
 from autopar.errors import TraceError
 from autopar.ir.graph import Mode, Ref
+from autopar.trace.call import as_call
 from autopar.trace.trace import trace, weight_tensors
 
 
@@ -80,6 +82,13 @@ def test_keyword_inputs_keep_their_names() -> None:
     assert [v.name for v in graph.inputs] == ["image", "text"]
     assert graph.leaves == (Ref("image"), Ref("text"), 2.0)
     assert [str(r) for r in graph.outputs] == ["%out.linear", "%early.linear", "%add_1"]
+
+
+def test_any_mapping_is_keyword_inputs() -> None:
+    """As the results of Hugging Face's processors."""
+    image, text = torch.randn(2, 3, 8, 8), torch.randn(2, 6)
+    call = as_call(TwoInputs(), UserDict(text=text, image=image))
+    assert [id(leaf) for leaf in call.leaves] == [id(image), id(text)]
 
 
 def test_a_module_called_three_times_is_one_weight_and_three_operations() -> None:
