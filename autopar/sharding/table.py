@@ -18,6 +18,7 @@ POOL_2D = "... h! w! -> ... y! x!"
 POOL_3D = "... d! h! w! -> ... z! y! x!"
 
 PER_ELEMENT = (
+    "__and__ __or__ __xor__ __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift "  # a & b is __and__
     "_to_copy abs acos add addcdiv addcmul alias angle asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor "
     "broadcast_to ceil celu clamp clamp_max clamp_min clone complex conj contiguous copy cos cosh deg2rad detach div "
     "elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 fill floor floor_divide fmax fmin fmod frac "

@@ -73,7 +73,10 @@ def per_element() -> Iterator[Case]:
     yield case("add.Scalar", x(4, 8), 2.0)
     yield case("mul.Scalar", x(4, 8), 2.0)
     yield case("conj.default", z(4, 8))
-    for name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    for name in (
+        "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__",
+        "__xor__", "__lshift__", "__rshift__",
+    ):  # fmt: skip
         yield case(f"{name}.Tensor", n(9, 4, 8), n(9, 8))
     yield case("bitwise_not.default", n(9, 4, 8))
     yield case("addcdiv.default", x(4, 8), x(8), x(4, 1), value=0.5)
