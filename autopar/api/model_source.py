@@ -20,6 +20,7 @@ from autopar.ir.pytree import tree_map
 from autopar.ir.units import of_type
 
 LIBRARY_NAME = re.compile(r"(torchvision:)?[\w.-]+")
+MODEL_NAMES = "A model is a timm name, torchvision:NAME, or package.module:factory."
 READING = ("cache", "checkpoint", "pretrained", "weights")  # first words of arguments that load files or download
 
 
@@ -56,9 +57,9 @@ class ModelSource:
     def factory(self) -> Any:
         """The callable that builds the model."""
         library, colon, name = self.name.partition(":")
-        if not colon:
+        if library == "timm" or not colon:
             timm = need("timm", f"Model {self.name!r}")
-            if not timm.is_model(self.name):
+            if not timm.is_model(self.name):  # nor is timm:resnet50
                 raise unknown_model(self.name, timm.list_models(), "timm")
             return lambda **kwargs: timm.create_model(self.name, pretrained=False, **kwargs)
         if library == "torchvision":
@@ -178,7 +179,10 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UsageError(f"Cannot import {module_name!r} of model {full_name!r}: {error}.") from error
+        raise UsageError(
+            f"Cannot import {module_name!r} of model {full_name!r}: {error}.{suggest(module_name, ['torchvision'])} "
+            f"{MODEL_NAMES}"
+        ) from error
     public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
     if name not in public:
         raise unknown_model(name, list(public), module_name)
@@ -188,8 +192,7 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
 def unknown_model(name: str, known: list[str], where: str) -> UsageError:
     """The error for an unknown model name."""
     return UsageError(
-        f"{where} has no model named {name!r} ({len(known)} known).{suggest(name, known, 3)} "
-        "A model is a timm name, torchvision:NAME, or package.module:factory."
+        f"{where} has no model named {name!r} ({len(known)} known).{suggest(name, known, 3)} {MODEL_NAMES}"
     )
 
 

@@ -263,6 +263,10 @@ def test_one_cpu_process_without_devices(tmp_path, monkeypatch):
             "--initial-checkpoint x: there is no such",
         ),
         (
+            ["--data", "synthetic", "--std", "1", "0", "1"],
+            "deviation of pixels is 1 0 1; pixels are divided",
+        ),
+        (
             ["--data", "digits", "--pretrained-path", "x", "--devices", "1"],
             "--pretrained-path x: there is no such file.",
         ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -39,6 +41,9 @@ class Wanted:
         mean, std, interpolation, crop_pct, crop_mode: as in `autopar.train.data.transforms.Format`; None takes what is
             usual for the data set.
         selection: what is read of a data set.
+
+    Raises:
+        UsageError: a standard deviation is not above 0.
     """
 
     side: int
@@ -54,3 +59,10 @@ class Wanted:
     crop_pct: float | None = None
     crop_mode: str | None = None
     selection: Selection = Selection()
+
+    def __post_init__(self) -> None:
+        if self.std is not None and min(self.std) <= 0:
+            text = " ".join(f"{value:g}" for value in self.std)
+            raise UsageError(
+                f"The standard deviation of pixels is {text}; pixels are divided by it: it must be above 0."
+            )

@@ -54,6 +54,18 @@ def test_a_factory_that_reads_values_gets_parameters_without_memory() -> None:
     assert nn.Linear(2, 2).weight.device.type == "cpu"  # no trace of it in modules built later
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("timm:resnet18", "Did you mean resnet18 "),
+        ("torchvison:resnet18", "Did you mean torchvision\\? A model is a timm"),
+    ],
+)
+def test_a_mistyped_library_is_named(name: str, near: str) -> None:
+    with pytest.raises(UsageError, match=near):
+        ModelSource(name).build("meta")
+
+
 def test_regnets_of_torchvision_are_built_by_name() -> None:
     model = ModelSource("torchvision:regnet_y_400mf").build("meta")
     assert sum(p.numel() for p in model.parameters()) == 4_344_144
