@@ -33,7 +33,8 @@ def check_recipe(recipe: TrainingRecipe, model: nn.Module) -> None:
     """Check what can be said of the user's callables without a call.
 
     Raises:
-        UsageError: one of them is no callable, or ``loss_fn`` reads tensors that nothing would train.
+        UsageError: one of them is no callable, the optimizer has nothing to train, or ``loss_fn`` reads tensors that
+            nothing would train.
     """
     for name, example in EXAMPLES.items():
         value = getattr(recipe, name)
@@ -44,6 +45,11 @@ def check_recipe(recipe: TrainingRecipe, model: nn.Module) -> None:
         raise UsageError(f"loss_fn={name} is a class. Pass an object of it: loss_fn={name}().")
     if recipe.lr_scheduler is not None and recipe.optimizer is None:
         raise UsageError(f"lr_scheduler= needs an optimizer. Pass optimizer=, {EXAMPLES['optimizer']}.")
+    if recipe.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            f"optimizer= has nothing to train: {type(model).__name__} has no parameter with requires_grad=True. "
+            "Unfreeze those that are to be trained, or leave optimizer= out."
+        )
     check_nothing_trainable(recipe.loss_fn, model)
 
 

@@ -254,6 +254,9 @@ def test_one_cpu_process_without_devices(tmp_path, monkeypatch):
             "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given",
         ),
         (["--data", "digits", "--devices", "1", "--resume", "none"], "--resume none: there is no such folder."),
+        (["--data", "digits", "--val-only"], "--val-only would evaluate random weights."),
+        (["--data", "digits", "--val-only", "--lr", "1"], "--lr does nothing here: --val-only trains nothing."),
+        (["--data", "digits", "--val-only", "-o", "x"], "--output does nothing here: --val-only trains nothing."),
         (
             ["--data", "digits", "--val-only", "--resume", "x"],
             "--val-only resumes no training. Give the weights by --init",

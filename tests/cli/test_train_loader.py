@@ -71,6 +71,7 @@ def test_ranks_in_workers_and_evaluation_alone(photos: list[str], tmp_path: Path
         assert code == 0, error
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
     only = [*TINY, "--img-size", "32", "-b", "8", "--workers", "0", *photos, "--devices", "1", "--val-only"]
+    only += ["--initial-checkpoint", str(tmp_path / "1")]
     code, printed, error = invoke("train", *only, "--loader", "auto")
     assert code == 0 and re.search(r"\nloader      (gpu|cpu): [\d,]+ ", printed) and "top-1" in printed, error
 

@@ -20,7 +20,7 @@ SHOWN = 3  # names of tensors in a message
 
 
 def check_weights_flags(asked: Run) -> None:
-    """Raise a UsageError if flags name two sources of weights, or ``--val-only`` one that only training has."""
+    """Raise a UsageError if flags name two sources of weights, or ``--val-only`` has none or one of training."""
     flags = asked.weights
     given = {
         "--pretrained": flags.pretrained and flags.pretrained_path is None,
@@ -34,6 +34,11 @@ def check_weights_flags(asked: Run) -> None:
         raise UsageError(
             f"--val-only resumes no training. Give the weights by --initial-checkpoint {asked.resume} instead of "
             "--resume."
+        )
+    if asked.val_only and not both:
+        raise UsageError(
+            "--val-only would evaluate random weights. Name others by --initial-checkpoint, --pretrained-path or "
+            "--pretrained."
         )
 
 

@@ -19,11 +19,12 @@ from autopar.tools.cli.train_flags import (
     ScheduleFlags,
     WeightsFlags,
 )
-from autopar.tools.cli.unused_flags import refuse_idle
+from autopar.tools.cli.unused_flags import refuse_idle, refuse_training_flags
 
 
 @takes_flags
 def train(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
     data_flags: DataFlags,
     weights_flags: WeightsFlags,
@@ -95,7 +96,9 @@ def train(
     from autopar.tools.cli.train_run import run
 
     del config  # its values are the other flags' by now
-    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs, val_only)
+    if val_only:
+        refuse_training_flags(context)
+    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
     constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None
     if given is not None and constraints:

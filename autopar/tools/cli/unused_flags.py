@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+import typer
 
 from autopar.errors import UsageError
 from autopar.tools.cli.train_flags import AugmentationFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
@@ -52,23 +54,32 @@ RULES = (
 )
 
 
+GROUPS = (OptimizerFlags, ScheduleFlags, RegularizationFlags, AugmentationFlags)
+OF_TRAINING = {field.name for group in GROUPS for field in fields(group)} - {"amp_dtype", "grad_accum_steps"} | {
+    "epochs", "checkpoint_steps", "keep", "output", "overwrite", "train_split", "train_num_samples", "aug_repeats",
+}  # fmt: skip
+
+
+def refuse_training_flags(context: typer.Context) -> None:
+    """Raise a UsageError if a flag on the command line does nothing beside ``--val-only``. Those of a file may stay."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name in OF_TRAINING and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{name.replace('_', '-')} does nothing here: --val-only trains nothing. Leave one out.")
+
+
 def refuse_idle(
     optimizer: OptimizerFlags,
     schedule: ScheduleFlags,
     regularization: RegularizationFlags,
     augmentation: AugmentationFlags,
     epochs: int,
-    val_only: bool,
 ) -> None:
     """Check the given flags against `RULES`.
 
     Raises:
         UsageError: a flag has no effect; names its condition.
     """
-    training = asdict(augmentation) | {name: getattr(regularization, name) for name in ("smoothing", "mixup", "cutmix")}
-    training |= {name: getattr(optimizer, name) for name in ("clip_grad", "model_ema", "layer_decay")}
-    if val_only and (given := [name for name, value in training.items() if value]):
-        raise UsageError(f"--{given[0].replace('_', '-')} does nothing here: --val-only trains nothing. Leave one out.")
     values: dict[str, Any] = {"warmup": schedule.warmup(epochs)}
     for group in (optimizer, schedule, regularization, augmentation):
         values |= asdict(group)

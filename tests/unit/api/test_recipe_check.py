@@ -130,3 +130,11 @@ def test_the_default_loss_takes_one_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(api, "plan_for_workers", None)
     with pytest.raises(UsageError, match=r"in training Named returns output\['logits'\]\. Pass a loss_fn for them, "):
         autopar.parallelize(Named(8, 4), 1, X, optimizer=SGD)
+
+
+def test_an_optimizer_needs_something_to_train() -> None:
+    frozen = nn.Sequential(nn.Linear(8, 4)).requires_grad_(False)
+    with pytest.raises(UsageError, match="optimizer= has nothing to train: Sequential has no parameter with"):
+        autopar.parallelize(frozen, 1, X, optimizer=SGD)
+    with autopar.parallelize(frozen, 1, X) as pm:
+        assert torch.equal(pm.eval()(X), frozen(X))
