@@ -96,8 +96,7 @@ class RandomMasks:
         if is_mask and op.target in COMPARISONS and self.dtypes[op.reads[0]] == "float32":
             args = (first, self.tensor(op, second, torch.float32))
             return self.masked([replace(op, target=COMPARISONS[op.target], args=args)])
-        is_float = op.outputs[0].dtype.startswith(("bfloat", "float"))
-        if op.target not in ARITHMETIC or not is_float:
+        if op.target not in ARITHMETIC or not op.outputs[0].dtype.startswith(("bfloat", "float")):
             return [op]
         if is_mask and op.target == ADDITION:
             self.added.add(second)
