@@ -143,7 +143,7 @@ def dropped(row: ZooRow) -> Cell:
             **options(sizes),
         ) as pm:  # fmt: skip
             losses[mesh] = [pm.train_step(inputs, y).loss for _ in range(STEPS)]
-    wrong = [mesh for mesh, found in losses.items() if not np.allclose(found, losses["one"], rtol=1e-9, atol=0)]
+    wrong = [mesh for mesh, found in losses.items() if not np.allclose(found, losses["one"], rtol=1e-6, atol=0)]
     return Cell(not wrong, f"losses {losses}" if wrong else "equal losses")
 
 
