@@ -62,7 +62,7 @@ def update_rounding(low: str | None, distance: float) -> Rounding:
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # Below this 2-norm, a tolerance of 1e-5 would hide a wrong tensor: it becomes 1e-4 of the norm, at least 1e-7.
 SMALL_NORM, MIN_ABSOLUTE = 0.1, 1e-7
-DOUBLE = 1e-3  # tolerances of float64 are smaller by this factor: batch norms multiply rounding errors by up to 1e7
+DOUBLE = 1e-4  # tolerances of float64 are smaller by this factor: below roundings of float32
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -134,8 +134,9 @@ def compared(
 def difference(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> Difference:
     """Distance of a tensor to the expected one; infinite if shape or dtype differ or a number is not finite.
 
-    Tolerance: 1e-5 + 1e-4·|expected|; where the expected tensor's 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7)
-    instead of 1e-5. All of this times ``scale``. Integers and booleans must be equal.
+    Tolerance: 1e-5 + 1e-4·|expected|. In place of 1e-5: where the expected tensor's root mean square is above 1, 1e-5
+    of that; where its 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7). All of this times ``scale``. Integers and
+    booleans must be equal.
     """
     infinite = Difference(float("inf"), float("inf"), float("inf"))
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -150,7 +151,8 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0)
     norm = theirs.norm().item()
     if not bool(torch.isfinite(gap).all()):
         return infinite
-    floor = ABSOLUTE if norm >= SMALL_NORM else max(MIN_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
+    rms = norm / theirs.numel() ** 0.5
+    floor = ABSOLUTE * max(1.0, rms) if norm >= SMALL_NORM else max(MIN_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
     relative = gap.norm().item() / norm if norm else float("inf")
     allowed = (floor + RELATIVE * theirs.abs()) * scale
     return Difference(gap.max().item(), relative, (gap / allowed).max().item())

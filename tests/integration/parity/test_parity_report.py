@@ -47,6 +47,8 @@ ONES = torch.ones(4)
         (torch.ones(5), ONES, False),
         (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
         (torch.tensor([3]), torch.tensor([3]), True),
+        (torch.tensor([1e3, 1e-3]), torch.tensor([1e3, 0.0]), True),
+        (torch.tensor([1e3, 1e-2]), torch.tensor([1e3, 0.0]), False),
         (torch.tensor([3]), torch.tensor([4]), False),
         (torch.empty(0), torch.empty(0), True),
     ],
