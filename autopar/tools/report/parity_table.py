@@ -37,8 +37,9 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
         ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
         (
             "tolerance",
-            f"|a−b| ≤ {absolute:.0e} + {RELATIVE * parity.scale:.0e}·|b| for every element; in a tensor with "
-            f"‖b‖ < {SMALL_NORM:g}, {absolute / SMALL_NORM:.0e}·‖b‖ instead of {absolute:.0e}",
+            f"|a−b| ≤ {absolute:.0e} + {RELATIVE * parity.scale:.0e}·|b| for every element; instead of "
+            f"{absolute:.0e}: {absolute / SMALL_NORM:.0e}·‖b‖ in a tensor with ‖b‖ < {SMALL_NORM:g}, "
+            f"{absolute:.0e}·rms(b) in one with rms(b) > 1",
         ),
         *(("", text) for text in noise_texts(parity)),
         *(("note", note) for note in parity.notes),
