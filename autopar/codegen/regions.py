@@ -59,8 +59,8 @@ PASSED_ON = (CAST, "aten.floor.default")
 def with_random_arguments(ops: Iterable[Op]) -> tuple[list[Op], dict[str, Tensor]]:
     """The operations with tensors for what differs in the random masks of equal blocks, and these tensors by name.
 
-    Those are the hashes of names, and the rates of stochastic depth, which grow from block to block. Results are equal
-    to the last bit: arithmetic is in float32, as in kernels.
+    Those are the hashes of names, and the rates of stochastic depth, which grow from block to block. Arithmetic with
+    these tensors is in float32, as in kernels.
     """
     masks = RandomMasks()
     return [changed for op in ops for changed in masks.rewritten(op)], masks.tensors
@@ -82,7 +82,7 @@ class RandomMasks:
         self.added: set[float] = set()
 
     def rewritten(self, op: Op) -> Sequence[Op]:
-        """What takes an operation's place."""
+        """The operations that replace one."""
         if op.target == "autopar.uniform.default":
             draws, shape, name, *part = op.args
             args = (draws, self.tensor(op, name_hash(name), torch.int64), shape, *part)

@@ -134,7 +134,7 @@ def groups(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 class DeviceBatches:
-    """Batches made by a `DeviceTransform` in a thread, on a stream of its own, while the batch before is trained on."""
+    """Batches of a `DeviceTransform`, made one ahead, in a thread with a CUDA stream of its own."""
 
     def __init__(self, transform: DeviceTransform) -> None:
         """Prepare.
