@@ -32,6 +32,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.plan_constraints import check_choice
 from autopar.ir.units import plural
+from autopar.measure.compile_ahead import prepare_compilers
 from autopar.runtime.launch.devices import Machine, check_world, this_machine
 from autopar.runtime.launch.environment import launched
 from autopar.runtime.launch.fork_server import prepare
@@ -126,6 +127,8 @@ def parallelize(
             check_schedule_for_loss(user_plan.schedule, user_plan.microbatches, "The plan has")
         if machine.launched is None and devices > 1:
             prepare(machine.num_threads)  # workers' imports overlap with planning
+        elif options.execution_mode(machine.device_type).compiled:
+            prepare_compilers()
         check_device(options.precision if user_plan is None else user_plan.precision, machine)
         request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
         clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value

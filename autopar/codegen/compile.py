@@ -6,6 +6,8 @@ function of weights and values, which is compiled once.
 
 from __future__ import annotations
 
+import pickle
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2, prod
@@ -39,17 +41,28 @@ MAX_COMPILED_REGIONS = 256
 
 
 class Argument(NamedTuple):
-    """Shape, dtype, strides and gradient of a region's argument, as torch.compile sees them."""
+    """A region's argument as torch.compile sees it.
+
+    Args:
+        storage: of a weight, its offset in elements within its storage, and that storage's size in bytes. Backwards on
+            GPUs have them in the key of torch's cache (2.11 to 2.15).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...]
     requires_grad: bool
     is_parameter: bool = False
+    storage: tuple[int, int] | None = None
 
     def fake(self, device: torch.device) -> Tensor:
         """A tensor like it, without memory within a `FakeTensorMode`."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.storage is None:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        else:
+            offset, size = self.storage
+            storage = torch.empty(size // self.dtype.itemsize, dtype=self.dtype, device=device)
+            tensor = storage.as_strided(self.shape, self.stride, offset)
         if self.is_parameter:
             return nn.Parameter(tensor, requires_grad=self.requires_grad)
         tensor.requires_grad_(self.requires_grad)
@@ -79,6 +92,9 @@ class RegionSource:
         inductor = torch._TorchCompileInductorWrapper(None, dict(self.options) or None, False)
 
         def backend(module: fx.GraphModule, arguments: list[Tensor]) -> Any:
+            for node, argument in zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True):
+                node.type = nn.Parameter if isinstance(argument, nn.Parameter) else Tensor  # not FakeTensor
+            module.recompile()
             inductor(module, arguments)
             raise IsCompiled
 
@@ -101,11 +117,26 @@ CompileAhead = Callable[[Sequence[RegionSource]], None]
 
 @dataclass(eq=False)
 class RegionCode:
-    """The compiled function of equal regions; new until it is called."""
+    """The compiled function of equal regions; new until it is called.
+
+    Args:
+        first: the first of the regions.
+    """
 
     source: RegionSource
     call: Callable[..., Any]
+    first: Callable[[], CompiledRegion | None] = lambda: None
     is_new: bool = True
+
+    def stored_source(self) -> RegionSource | None:
+        """The source with the storages of the first region's weights; None if that region is gone."""
+        region = self.first()
+        if region is None:
+            return None
+        own, read = self.source.arguments[: len(region.weights)], self.source.arguments[len(region.weights) :]
+        storages = [(w.storage_offset(), w.untyped_storage().nbytes()) for w in region.weights]
+        stored = [argument._replace(storage=storage) for argument, storage in zip(own, storages, strict=True)]
+        return replace(self.source, arguments=(*stored, *read))
 
 
 class CompiledRegion(nn.Module):
@@ -124,18 +155,18 @@ class CompiledRegion(nn.Module):
         if self.is_new:
             self.is_new = False
             if self.code.is_new and self.ahead is not None:
-                self.ahead([code.source for code in take_new()])
+                self.ahead(take_new())
             with functorch_config.patch(force_non_lazy_backward_lowering=True):
                 return self.code.call(*self.weights, *args)
         return self.code.call(*self.weights, *args)
 
 
-def take_new() -> list[RegionCode]:
-    """The code of all regions of this process that is new, which it no longer is."""
+def take_new() -> list[RegionSource]:
+    """Sources of all regions of this process whose code is new, which it no longer is."""
     codes = [code for code in COMPILED_REGIONS.values() if code.is_new]
     for code in codes:
         code.is_new = False
-    return codes
+    return [source for code in codes if (source := code.stored_source()) is not None]
 
 
 def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
@@ -199,12 +230,17 @@ def compiled_region(
             from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
             options[CUSTOM_PASS] = CollectivesInOrder()
+        if ahead is not None:  # names of nodes, which are in keys of torch's caches, as other processes get them
+            whole = pickle.loads(pickle.dumps(whole))
         call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
         code = RegionCode(RegionSource(whole, tuple(taken), options, device), call)
     COMPILED_REGIONS[key] = code
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
-    return CompiledRegion(code, list(held.values()), ahead)
+    made = CompiledRegion(code, list(held.values()), ahead)
+    if code.first() is None:
+        code.first = weakref.ref(made)
+    return made
 
 
 def keep_gradient_layouts(region: fx.GraphModule, reads: Sequence[Value]) -> None:

@@ -13,14 +13,19 @@ import threading
 import traceback
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.measure.workers import PAYLOAD, Emit, result_path
 
 
 def main(entry: str, folder: Path) -> None:
-    """Call the entry function with the folder's payload; ends the process. A failure's last line is its reason."""
+    """Call the entry function; ends the process, also when the caller is gone."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
+    carry_out(entry, folder)
+
+
+def carry_out(entry: str, folder: Path) -> NoReturn:
+    """Call the entry function with the folder's payload; ends the process. A failure's last line is its reason."""
     code = 0
     try:
         module, _, function = entry.partition(":")

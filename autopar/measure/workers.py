@@ -5,8 +5,8 @@
 there, which the caller reads. Payload and results are pickled dataclasses. What a rank prints goes to ``RANK.log``,
 and its last line is the reason of a failure.
 
-They are fresh interpreters, not forks of the fork server: they run for longer than an import, in other environments
-than workers, and no time should depend on memory that is shared with another process.
+Those that measure are fresh interpreters, not forks of a fork server: they run for longer than an import, in other
+environments than workers, and no time should depend on memory that is shared with another process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.launch.fork_server import ForkServer, Process
 from autopar.runtime.launch.loopback import HOST, loopback_store, loopback_variables
 
 PAYLOAD = "payload.pickle"
@@ -100,6 +101,7 @@ def run_workers(
     on_result: Callable[[int, Any], bool],
     on_line: Callable[[str], bool] = lambda line: False,
     name: str = "workers",
+    server: ForkServer | None = None,
 ) -> WorkersExit:
     """Run workers until all have ended, one has failed, or the time limit passes; no process is left.
 
@@ -109,6 +111,7 @@ def run_workers(
         on_result: called with the rank and each result, in the order in which workers emitted them.
         on_line: called with each line that rank 0 prints.
         name: of the run; part of its temporary folder's name.
+        server: whose forks the workers become; by default they are fresh interpreters.
 
     The time limit starts again whenever ``on_result`` or ``on_line`` returns True; that of the whole run does not.
     """
@@ -116,10 +119,10 @@ def run_workers(
         folder = Path(text)
         (folder / PAYLOAD).write_bytes(pickle.dumps(payload))
         store = loopback_store()  # of all ranks, until they have ended
-        processes: list[subprocess.Popen] = []
+        processes: list[subprocess.Popen | Process] = []
         try:
             for rank in range(world):
-                processes.append(start(entry, folder, rank, world, store.port, threads))
+                processes.append(start(entry, folder, rank, world, store.port, threads, server))
             timed_out = watch(processes, folder, limits, on_result, on_line)
             codes = tuple(p.poll() for p in processes)
         finally:
@@ -128,7 +131,7 @@ def run_workers(
 
 
 def watch(
-    processes: Sequence[subprocess.Popen],
+    processes: Sequence[subprocess.Popen | Process],
     folder: Path,
     limits: WorkerLimits,
     on_result: Callable[[int, Any], bool],
@@ -186,7 +189,9 @@ def new_lines(log: Path) -> Iterator[list[str]]:
             yield lines
 
 
-def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: int | None) -> subprocess.Popen:
+def start(
+    entry: str, folder: Path, rank: int, world: int, port: int, threads: int | None, server: ForkServer | None
+) -> subprocess.Popen | Process:
     """Start one rank, with torchrun's variables and its output in ``RANK.log``."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     environment |= {
@@ -199,6 +204,11 @@ def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: i
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     with (folder / f"{rank}.log").open("wb") as log:
+        if server is not None:
+            from autopar.measure.__main__ import carry_out  # imports this module
+
+            out = log.fileno()
+            return server.start(carry_out, entry, folder, environment=environment, stdout=out, stderr=out)
         return subprocess.Popen(
             # -P: modules come from the caller's path only, not from the current directory.
             [sys.executable, "-P", "-m", "autopar.measure", entry, str(folder)],
@@ -209,7 +219,7 @@ def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: i
         )
 
 
-def end(processes: Sequence[subprocess.Popen]) -> None:
+def end(processes: Sequence[subprocess.Popen | Process]) -> None:
     """Terminate the processes that still run; kill those that ignore it for END_SECONDS."""
     for process in processes:
         if process.poll() is None:
@@ -220,7 +230,7 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
         if process.poll() is None:
             process.kill()
             process.wait()
-        if process.stdin is not None:
+        if isinstance(process, subprocess.Popen) and process.stdin is not None:
             process.stdin.close()
 
 

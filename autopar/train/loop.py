@@ -38,9 +38,9 @@ SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 @dataclass(frozen=True)
 class LaunchedUpdate:
-    """An update that was launched and whose results are not read yet. ``shares`` has each batch's part of it.
+    """An update that was launched and whose results are not read yet.
 
-    ``data_seconds`` of the ``loop_seconds`` since the previous launch were waits for its batches.
+    ``shares`` has each batch's part of it, ``data_seconds`` are the time in which this process waited for its batches.
     """
 
     position: RunPosition
@@ -49,7 +49,6 @@ class LaunchedUpdate:
     samples: int
     lr: float
     data_seconds: float
-    loop_seconds: float
 
     @property
     def loss(self) -> float:
@@ -130,6 +129,7 @@ class Trainer:
         self.run_folders: set[Path] = set()  # folders that callbacks use for this run; a later fit() may use them again
         self.interrupt = Interrupt()
         self.launched: deque[LaunchedUpdate] = deque()  # updates that are not reported to callbacks yet
+        self.elapsed: Callable[[], float] = lambda: 0.0  # seconds since the begin of the epoch
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -171,6 +171,7 @@ class Trainer:
         """Do the remaining updates of the current epoch."""
         self.pm.train()
         batches = TimedBatches(self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps))
+        self.elapsed = batches.elapsed
         while not self.position.epoch_done:
             self.update(batches)
             self.report_steps()
@@ -191,7 +192,7 @@ class Trainer:
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
         self.launched.append(
-            LaunchedUpdate(self.position, tuple(results), tuple(shares), samples, lr, *batches.seconds())
+            LaunchedUpdate(self.position, tuple(results), tuple(shares), samples, lr, batches.take_waited())
         )
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
@@ -239,7 +240,7 @@ class Trainer:
             raise self.not_finite(loss, update)
         seconds = sum(result.step_seconds for result in update.results)
         self.running = self.running.plus(
-            None if last.skipped else loss, seconds, update.samples, update.lr, update.data_seconds, update.loop_seconds
+            None if last.skipped else loss, seconds, update.samples, update.lr, update.data_seconds, self.elapsed()
         )
         if self.peak_bytes == 0:
             self.measure_memory()

@@ -43,6 +43,7 @@ from support.hardware import slow_compute
 from support.zoo_models import ROWS
 from support.zoo_row import Inputs, ZooRow
 
+LIBRARIES = Path(torch.__file__).parents[1]
 FOLDER = Path(__file__).parents[2] / "docs" / "zoo"
 CELLS, BENCHES, PAGE = FOLDER / "cells.json", FOLDER / "bench", FOLDER.parent / "zoo.md"
 HARDWARE, DEVICES, BATCH = "h200-nvlink", 4, 64
@@ -89,7 +90,8 @@ def attempted(cell: Any) -> Cell:
     try:
         return cell()
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        message = str(error).replace(f"{LIBRARIES}/", "")
+        lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
         return Cell(False, f"{type(error).__name__}: {lines[0][:300]}")
 
 

@@ -181,6 +181,9 @@ class Process:
             with suppress(ProcessLookupError):  # it ended just now
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 

@@ -58,10 +58,12 @@ class TorchSettings:
     def apply(self) -> None:
         """Set the settings in this process."""
         torch.set_default_dtype(self.default_dtype)
-        if self.float32_matmul_precision is not None:
-            torch.set_float32_matmul_precision(self.float32_matmul_precision)
-        if self.cudnn_allow_tf32 is not None:
-            torch.backends.cudnn.allow_tf32 = self.cudnn_allow_tf32
+        # Setting what is set already would turn "none" into "ieee", and torch.compile's cache tells these apart.
+        precision, allow_tf32 = self.float32_matmul_precision, self.cudnn_allow_tf32
+        if precision not in (None, readable(torch.get_float32_matmul_precision)):
+            torch.set_float32_matmul_precision(precision)
+        if allow_tf32 not in (None, readable(lambda: torch.backends.cudnn.allow_tf32)):
+            torch.backends.cudnn.allow_tf32 = allow_tf32
         for k, (backend, precision) in enumerate(zip(BACKENDS, self.fp32_precision, strict=True)):
             if fp32_precisions()[k] != precision:
                 backend.fp32_precision = "none"  # inherits that of all backends

@@ -228,7 +228,7 @@ class TimedBatches:
     """Batches of an epoch, and the seconds in which they were waited for."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches, self.waited, self.since = batches, 0.0, perf_counter()
+        self.batches, self.waited, self.begin = batches, 0.0, perf_counter()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -239,11 +239,14 @@ class TimedBatches:
         self.waited += perf_counter() - start
         return batch
 
-    def seconds(self) -> tuple[float, float]:
-        """Seconds of waiting, and of all, since the previous call."""
-        waited, passed = self.waited, perf_counter() - self.since
-        self.waited, self.since = 0.0, self.since + passed
-        return waited, passed
+    def take_waited(self) -> float:
+        """Seconds of waiting since the previous call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def elapsed(self) -> float:
+        """Seconds since the begin."""
+        return perf_counter() - self.begin
 
 
 def training_loader(

@@ -15,11 +15,11 @@ from autopar.api.model import ParallelModel
 class StepReport:
     """Report of one update.
 
-    ``epoch``, ``step`` (within the epoch) and ``update`` (in all) count from 1. ``lr`` is the largest learning rate of
-    the parameter groups in this update. ``samples_per_second`` is the mean over the epoch so far; it counts each image
-    once and the time of training steps only. ``data_share`` is the share of the epoch's time so far, without
-    evaluations, in which this process waited for the next batch. ``skipped`` is true if a float16 overflow skipped the
-    update; its loss does not count in means.
+    ``epoch``, ``step`` (within the epoch) and ``update`` (in all) count from 1. ``lr`` is the largest learning rate
+    of the parameter groups in this update. ``samples_per_second`` is the mean over the epoch so far, without
+    evaluations; it counts each image once. ``data_share`` is the share of that time in which devices waited for the
+    next batch: a GPU that still computes the last update waits for none. ``skipped`` is true if a float16 overflow
+    skipped the update; its loss does not count in means.
     """
 
     epoch: int
@@ -93,9 +93,10 @@ class RunPosition:
 
 @dataclass(frozen=True)
 class EpochSums:
-    """Sums over the updates of an epoch so far: losses and their count, seconds of training, samples.
+    """Sums over the updates of an epoch so far: losses and their count, seconds of training steps, samples.
 
-    ``data_seconds`` of the ``loop_seconds`` between updates were waits for the next batch.
+    ``elapsed`` are the seconds from the begin of the epoch, ``data_seconds`` those in which this process waited for the
+    next batch.
     """
 
     loss: float = 0.0
@@ -104,12 +105,12 @@ class EpochSums:
     samples: int = 0
     lr: float = 0.0
     data_seconds: float = 0.0
-    loop_seconds: float = 0.0
+    elapsed: float = 0.0
 
     def plus(
-        self, loss: float | None, seconds: float, samples: int, lr: float, data_seconds: float, loop_seconds: float
+        self, loss: float | None, seconds: float, samples: int, lr: float, data_seconds: float, elapsed: float
     ) -> EpochSums:
-        """Sums with one more update; ``loss`` is None if the update was skipped."""
+        """Sums with one more update, ``elapsed`` after the begin of the epoch; ``loss`` is None if it was skipped."""
         return EpochSums(
             self.loss + (loss or 0.0),
             self.count + (loss is not None),
@@ -117,7 +118,7 @@ class EpochSums:
             self.samples + samples,
             self.lr if self.samples else lr,
             self.data_seconds + data_seconds,
-            self.loop_seconds + loop_seconds,
+            elapsed,
         )
 
     @property
@@ -127,11 +128,12 @@ class EpochSums:
 
     @property
     def samples_per_second(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
+        return self.samples / self.elapsed if self.elapsed else 0.0
 
     @property
     def data_share(self) -> float:
-        return self.data_seconds / self.loop_seconds if self.loop_seconds else 0.0
+        idle = max(0.0, self.elapsed - self.seconds)
+        return min(self.data_seconds, idle) / self.elapsed if self.elapsed else 0.0
 
 
 class TrainerView(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.effort import only
 from torch import nn
 
 import autopar
-from autopar.runtime.launch.torch_settings import TorchSettings
+from autopar.runtime.launch.torch_settings import BACKENDS, TorchSettings
 from autopar.trace import lower
 from autopar.trace.trace import trace
 
@@ -95,3 +96,12 @@ def test_float32_precisions_of_either_kind_are_carried_over() -> None:
     with newer.active():
         assert TorchSettings.current() == newer
     assert TorchSettings.current() == before
+
+
+def test_settings_that_are_set_already_keep_their_spelling() -> None:
+    """torch.compile's cache tells "none" from "ieee", which mean the same."""
+    before = TorchSettings.current()
+    spelled = [backend.fp32_precision for backend in BACKENDS]
+    with replace(before, cudnn_benchmark=not before.cudnn_benchmark).active():
+        assert [backend.fp32_precision for backend in BACKENDS] == spelled
+    assert [backend.fp32_precision for backend in BACKENDS] == spelled and "none" in spelled

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.codegen.compile import Argument, CompiledRegion, RegionCode, RegionSource
 from autopar.errors import UsageError
 from autopar.measure.compile_ahead import WORKERS, compile_ahead, num_workers
 
+CPU = torch.device("cpu")
 SCRIPT = """
 import sys
 
@@ -79,3 +86,24 @@ def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKERS, "many")
     with pytest.raises(UsageError, match="AUTOPAR_COMPILE_WORKERS='many' must be a number of processes"):
         num_workers()
+
+
+def test_weights_that_are_compiled_for_lie_where_they_will_be() -> None:
+    """Backwards for GPUs have offsets of weights, which share a storage, in their keys."""
+    storage = torch.empty(100)
+    weight = nn.Parameter(storage[20:32].view(3, 4))
+    region = CompiledRegion(code_of(weight), [weight], None)
+    region.code.first = weakref.ref(region)
+    source = region.code.stored_source()
+    assert source is not None and source.arguments[0].storage == (20, 400) and source.arguments[1].storage is None
+    with FakeTensorMode():
+        fake = source.arguments[0].fake(CPU)
+    assert (fake.storage_offset(), fake.untyped_storage().nbytes(), fake.stride()) == (20, 400, (4, 1))
+    del region, fake
+    gc.collect()
+    assert code_of(weight).stored_source() is None
+
+
+def code_of(weight: nn.Parameter) -> RegionCode:
+    taken = Argument((3, 4), torch.float32, (4, 1), True, True), Argument((2, 4), torch.float32, (4, 1), False)
+    return RegionCode(RegionSource(fx.GraphModule({}, fx.Graph()), taken, {}, CPU), torch.nn.functional.linear)
