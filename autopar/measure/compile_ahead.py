@@ -77,12 +77,14 @@ def compile_ahead(regions: Sequence[RegionSource]) -> None:
         UsageError: AUTOPAR_COMPILE_WORKERS is no number of processes.
     """
     global server
+    if num_workers() < 2:
+        return
     new = [region for region in regions if not done_file(region).exists()]
-    workers = min(num_workers(), len(new)) if len(new) >= FEWEST_REGIONS else 0
-    if workers > 1:
+    if len(new) >= FEWEST_REGIONS:
         prepare_compilers()
         importing = threading.Thread(target=importlib.import_module, args=(COMPILER,))  # this process needs it too
         importing.start()
+        workers = min(num_workers(), len(new))
         compilers = max(1, cores() // workers)
         order = tuple(sorted(new, key=lambda region: -len(region.module.code)))
         precision = str(torch.backends.cuda.matmul.fp32_precision)
@@ -90,13 +92,13 @@ def compile_ahead(regions: Sequence[RegionSource]) -> None:
         limits = WorkerLimits(LIMIT_SECONDS)
         try:
             exit = run_workers(ENTRY, work, workers, None, limits, lambda *_: True, name="compile", server=server)
-            failure = exit.last_lines[exit.failed_rank] if exit.failed_rank is not None else ""
+            failure = "" if exit.failed_rank is None else exit.last_lines[exit.failed_rank]
         except WorkerError as error:
             failure = str(error)
         if failure:
             warn(f"A process that compiles ahead failed, and this one compiles in its place: {failure}", stacklevel=1)
         importing.join()
-    server = None
+    server = None  # ends it
 
 
 def num_workers() -> int:

@@ -9,9 +9,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Model and batch of each measured family; convolutional ones with channels_last.
+import torch
+from torch import nn
+
+# Model and batch of each measured family, by the name of its file; convolutional ones with channels_last.
 MEASURED: Mapping[str, tuple[str, int, bool]] = {
     "vision_transformer": ("vit_base_patch16_224", 128, False),
+    "dinov3": ("vit_base_patch16_dinov3", 128, False),
+    "siglip": ("vit_so400m_patch14_siglip_224", 64, False),
     "deit": ("deit3_base_patch16_224", 128, False),
     "eva": ("eva02_base_patch14_224", 128, False),
     "swin_transformer": ("swin_tiny_patch4_window7_224", 128, False),
@@ -21,9 +26,30 @@ MEASURED: Mapping[str, tuple[str, int, bool]] = {
     "efficientnet": ("efficientnet_b0", 256, True),
     "regnet": ("regnety_016", 256, True),
     "resnet": ("resnet50", 256, True),
-    "maxxvit": ("coatnet_0_rw_224", 64, False),
+    "coatnet": ("coatnet_0_rw_224", 64, False),
+    "maxvit": ("maxvit_tiny_tf_224", 64, False),
+    "segformer": (f"{__name__}:segformer", 64, False),
     "beit": ("beit_base_patch16_224", 64, False),
 }
+
+
+class Segformer(nn.Module):
+    """Logits [batch, 1000] of Hugging Face's SegFormer-B2 for classification, with random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import SegformerConfig, SegformerForImageClassification
+
+        sizes: dict[str, Any] = {"hidden_sizes": [64, 128, 320, 512], "depths": [3, 4, 6, 3]}
+        sizes |= {"decoder_hidden_size": 768, "num_labels": 1000}
+        self.model = SegformerForImageClassification(SegformerConfig(**sizes))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images).logits
+
+
+def segformer() -> nn.Module:
+    return Segformer()
 
 
 def measure(families: Collection[str], folder: Path, limit: float) -> None:
@@ -37,6 +63,7 @@ def measure(families: Collection[str], folder: Path, limit: float) -> None:
             sys.executable, "-m", "autopar", "bench", model, "--devices", "1", "--batch", str(batch),
             "--precision", "bf16", "--microbatches", "1", "--recompute", "none", "--only", "plain,autopar",
             "--limit", str(limit), "--output", str(file), *(["--channels-last"] if channels_last else []),
+            *(["--img-size", "224"] if ":" in model else []),
         ]  # fmt: skip
         print(family, "ended with code", subprocess.run(command, check=False).returncode, flush=True)
 

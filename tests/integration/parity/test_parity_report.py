@@ -32,6 +32,7 @@ from autopar.tools.parity.difference import DOUBLE, compared, difference, update
 from autopar.trace.call import as_call
 
 ONES = torch.ones(4)
+INF = float("inf")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,10 @@ ONES = torch.ones(4)
         (ONES.double(), ONES, False),
         (torch.ones(5), ONES, False),
         (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
+        (torch.tensor([-INF, 1.0]), torch.tensor([-INF, 1.0 + 5e-5]), True),
+        (torch.tensor([-INF, 1.0]), torch.tensor([-INF, 1.1]), False),
+        (torch.tensor([-INF]), torch.tensor([INF]), False),
+        (torch.tensor([1.0]), torch.tensor([INF]), False),
         (torch.tensor([3]), torch.tensor([3]), True),
         (torch.tensor([1e3, 1e-3]), torch.tensor([1e3, 0.0]), True),
         (torch.tensor([1e3, 1e-2]), torch.tensor([1e3, 0.0]), False),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,17 @@ def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKERS, "many")
     with pytest.raises(UsageError, match="AUTOPAR_COMPILE_WORKERS='many' must be a number of processes"):
         num_workers()
+
+
+def test_regions_are_left_to_a_rank_whose_workers_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(WORKERS, "2")
+    monkeypatch.setattr("autopar.measure.compile_ahead.PRELOADED", ("no_such_module",))
+    source = code_of(nn.Parameter(torch.empty(3, 4))).source
+    regions = [replace(source, options={"number": k}) for k in range(3)]
+    with pytest.warns(UserWarning, match="this one compiles in its place: (?s:.*)No module named 'no_such_module'"):
+        compile_ahead(regions)
+    assert not list(tmp_path.glob("autopar/*"))
 
 
 def test_weights_that_are_compiled_for_lie_where_they_will_be() -> None:
