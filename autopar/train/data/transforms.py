@@ -101,6 +101,15 @@ def check_interpolation(flag: str, name: str, known: tuple[str, ...]) -> None:
         raise UsageError(f"{flag} {name} is unknown. It is one of {', '.join(known)}.")
 
 
+def check_aa(aa: str, form: Format) -> None:
+    """Raise UsageError if the images are grey, or timm would ignore a part of the text."""
+    if form.channels != 3:
+        raise UsageError(f"--aa {aa} changes colours, but the images are grey. Leave it out.")
+    for part in aa.split("-")[1:]:
+        if not any(c.isdigit() for c in part) and not (part.startswith("t") and aa.startswith("rand-")):
+            raise UsageError(f"--aa {aa}: timm would ignore {part!r}, which has no number. Write such as m9 or mstd0.5.")
+
+
 def training_transform(form: Format, augmentation: Augmentation) -> Chain:
     """Transform of training images.
 
@@ -109,8 +118,8 @@ def training_transform(form: Format, augmentation: Augmentation) -> Chain:
     """
     if not augmentation.random:
         return evaluation_transform(form)
-    if augmentation.aa and form.channels != 3:
-        raise UsageError(f"--aa {augmentation.aa} changes colours, but the images are grey. Leave it out.")
+    if augmentation.aa:
+        check_aa(augmentation.aa, form)
     interpolation = augmentation.train_interpolation or form.interpolation
     check_interpolation("--train-interpolation", interpolation, (RANDOM, *INTERPOLATIONS))
     try:

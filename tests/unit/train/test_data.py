@@ -343,7 +343,8 @@ def test_images_are_moved_not_changed():
 @pytest.mark.parametrize(
     ("channels", "augmentation", "message"),
     [
-        (3, Augmentation(aa="no-such-policy"), "timm does not understand these settings"),
+        (3, Augmentation(aa="nosuchpolicy"), "timm does not understand these settings"),
+        (3, Augmentation(aa="rand-m9-foo"), "timm would ignore 'foo'"),
         (1, Augmentation(aa="rand-m9"), "--aa rand-m9 changes colours, but the images are grey"),
         (3, Augmentation(train_interpolation="cubic"), "--train-interpolation cubic is unknown. It is one of random,"),
     ],
