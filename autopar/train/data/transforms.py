@@ -107,7 +107,9 @@ def check_aa(aa: str, form: Format) -> None:
         raise UsageError(f"--aa {aa} changes colours, but the images are grey. Leave it out.")
     for part in aa.split("-")[1:]:
         if not any(c.isdigit() for c in part) and not (part.startswith("t") and aa.startswith("rand-")):
-            raise UsageError(f"--aa {aa}: timm would ignore {part!r}, which has no number. Write such as m9 or mstd0.5.")
+            raise UsageError(
+                f"--aa {aa}: timm would ignore {part!r}, which has no number. Write such as m9 or mstd0.5."
+            )
 
 
 def training_transform(form: Format, augmentation: Augmentation) -> Chain:
