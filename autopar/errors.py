@@ -91,6 +91,10 @@ class CaptureWarning(UserWarning):
     """A training step cannot be captured as a CUDA graph and runs without."""
 
 
+class CompileAheadWarning(UserWarning):
+    """Processes that compile before the first step failed; ranks compile in their place."""
+
+
 class FrozenNumberWarning(UserWarning):
     """A model's forward changes a Python number at each call, of which its trace keeps one value."""
 

@@ -30,6 +30,9 @@ class CollectivesInOrder(CustomGraphPass):
         calls = [node for node in graph.nodes if is_collective(node.target)]
         preserve_node_ordering(graph, {later: OrderedSet([node]) for node, later in pairwise(calls)})
 
+    def __repr__(self) -> str:  # the same in all processes
+        return f"CollectivesInOrder({self.uuid()!r})"
+
     def uuid(self) -> object:
         return get_hash_for_files((__file__,))
 

@@ -6,10 +6,10 @@ function of weights and values, which is compiled once.
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2, prod
 from typing import Any, NamedTuple
 
@@ -71,13 +71,16 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionSource:
-    """Module, arguments and options from which equal regions are compiled; can be pickled.
+    """What equal regions are compiled from; can be pickled.
 
     Args:
+        build: makes the module. A pickled fx.GraphModule would be traced again, which loses checkpoints and names.
+        code: of the module, and whether it is checkpointed.
         options: of torch.compile.
     """
 
-    module: fx.GraphModule
+    build: Callable[[], fx.GraphModule]
+    code: str
     arguments: tuple[Argument, ...]
     options: Mapping[str, Any]
     device: torch.device
@@ -102,7 +105,7 @@ class RegionSource:
             arguments = [argument.fake(self.device) for argument in self.arguments]
         try:
             with functorch_config.patch(force_non_lazy_backward_lowering=True):
-                torch.compile(self.module, fullgraph=True, dynamic=False, backend=backend)(*arguments)
+                torch.compile(self.build(), fullgraph=True, dynamic=False, backend=backend)(*arguments)
         except BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, IsCompiled):
                 raise
@@ -117,10 +120,10 @@ CompileAhead = Callable[[Sequence[RegionSource]], None]
 
 @dataclass(eq=False)
 class RegionCode:
-    """The compiled function of equal regions; new until it is called.
+    """The compiled function of equal regions; new until it is called or compiled ahead.
 
     Args:
-        first: the first of the regions.
+        first: a weak reference to the first of the regions.
     """
 
     source: RegionSource
@@ -163,10 +166,10 @@ class CompiledRegion(nn.Module):
 
 def take_new() -> list[RegionSource]:
     """Sources of all regions of this process whose code is new, which it no longer is."""
-    codes = [code for code in COMPILED_REGIONS.values() if code.is_new]
-    for code in codes:
+    taken = [(code, source) for code in COMPILED_REGIONS.values() if code.is_new and (source := code.stored_source())]
+    for code, _ in taken:
         code.is_new = False
-    return [source for code in codes if (source := code.stored_source()) is not None]
+    return [source for _, source in taken]
 
 
 def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
@@ -213,27 +216,28 @@ def compiled_region(
     own = tuple(held)
     numbered = numbered_ops(ops, own, region.reads)
     arguments, results = (*own, *region.reads), region.makes
-    module = emit(numbered.ops, [numbered.names[n] for n in arguments], [numbered.names[n] for n in results])
-    keep_gradient_layouts(module, [values[name] for name in region.reads])
+    names = [numbered.names[n] for n in arguments], [numbered.names[n] for n in results]
+    build = partial(region_module, emit, numbered.ops, *names, [values[name] for name in region.reads])
+    module = build()
     taken = [
         Argument(tuple(w.shape), w.dtype, w.stride(), w.requires_grad, isinstance(w, nn.Parameter))
         for w in held.values()
     ]
     read = (values[name] for name in region.reads)
     taken += [Argument(v.shape, getattr(torch, v.dtype), v.stride, v.requires_grad) for v in read]
-    key = f"{module.code}\n{taken}\n{recompute}\n{keep_order}"
+    text = f"{module.code}\n{recompute}\n{keep_order}"
+    key = f"{text}\n{taken}"
     code = COMPILED_REGIONS.pop(key, None)
     if code is None:
-        whole = with_checkpoint(module, region.is_random) if recompute else module
+        if recompute:
+            build = partial(checkpointed_module, build, region.is_random)
         options = norm_options(region.ops) if device.type == "cuda" else {}
         if keep_order:
             from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
             options[CUSTOM_PASS] = CollectivesInOrder()
-        if ahead is not None:  # names of nodes, which are in keys of torch's caches, as other processes get them
-            whole = pickle.loads(pickle.dumps(whole))
-        call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
-        code = RegionCode(RegionSource(whole, tuple(taken), options, device), call)
+        call = torch.compile(build(), fullgraph=True, dynamic=False, options=options or None)
+        code = RegionCode(RegionSource(build, text, tuple(taken), options, device), call)
     COMPILED_REGIONS[key] = code
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]
@@ -241,6 +245,19 @@ def compiled_region(
     if code.first() is None:
         code.first = weakref.ref(made)
     return made
+
+
+def region_module(
+    emit: Emit, ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str], reads: Sequence[Value]
+) -> fx.GraphModule:
+    """The module of a region, which reads values after its weights."""
+    module = emit(ops, arguments, results)
+    keep_gradient_layouts(module, reads)
+    return module
+
+
+def checkpointed_module(build: Callable[[], fx.GraphModule], draws: bool) -> fx.GraphModule:
+    return with_checkpoint(build(), draws)
 
 
 def keep_gradient_layouts(region: fx.GraphModule, reads: Sequence[Value]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import getitem
 from types import MappingProxyType
@@ -71,8 +72,7 @@ def graph_module(
         attributes |= added
     values = {v.name: v for v in program.values}
 
-    def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
-        return emit_module(ops, arguments, results, {}, device, axes, "Region")
+    emit_region = partial(emit_module, held={}, device=device, axes=dict(axes), class_name="Region")  # can be pickled
 
     def compile_region(region: Segment, recompute: bool = False) -> nn.Module:
         return compiled_region(region, values, attributes, emit_region, device, recompute, program.shapes_differ, ahead)

@@ -2,7 +2,7 @@
 
 torch.compile works on one region at a time and on one core for most of it. Workers compile the regions into torch's
 caches on disk; the rank then finds them there. The workers are forks of a server that has imported the compiler while
-this process planned. Ranks of one machine that have equal regions compile each once.
+this process planned. A region is compiled once for a device, also if several processes ask for it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 from warnings import warn
 
 import torch
 import torch.distributed as dist
 
+from autopar import __version__
 from autopar.codegen.compile import RegionSource
-from autopar.errors import UsageError, WorkerError
+from autopar.errors import CompileAheadWarning, UsageError, WorkerError, caller_level
 from autopar.measure.workers import Emit, WorkerLimits, run_workers
-from autopar.runtime.launch.fork_server import FORKS, ForkServer, worker_environment
+from autopar.runtime.launch.fork_server import FORKS, ForkServer, surroundings, worker_environment
 from autopar.runtime.launch.torch_settings import TorchSettings
 
 WORKERS = "AUTOPAR_COMPILE_WORKERS"  # environment variable: processes of a rank; none by default
@@ -42,17 +44,43 @@ class Work:
     """Regions for the workers of a rank to compile, and the settings to compile them under.
 
     Args:
+        regions: largest first, each with the file among torch's caches that says that it has been compiled.
         compilers: processes in which torch.compile makes kernels for one worker.
-        threads: of the rank, for which code for a CPU is made.
-        settings: of the rank; torch's caches are kept by them.
-        matmul_precision: of the rank's GPU as torch spells it: caches for "none" and "ieee", the same, differ.
+        state: of the rank; torch's caches are kept by it.
+        name: of this work, in the files of regions that could not be compiled.
     """
 
-    regions: Sequence[RegionSource]
+    regions: Sequence[tuple[Path, RegionSource]]
     compilers: int
-    threads: int
+    state: State
+    name: str
+
+
+@dataclass(frozen=True)
+class State:
+    """Settings of a process that torch's caches are kept by.
+
+    Args:
+        threads: for which code for a CPU is made.
+        matmul_precision: of GPUs as torch spells it: caches for "none" and "ieee", the same, differ.
+    """
+
     settings: TorchSettings
     matmul_precision: str
+    threads: int
+
+    @staticmethod
+    def current() -> State:
+        precision = str(torch.backends.cuda.matmul.fp32_precision)
+        return State(TorchSettings.current(), precision, torch.get_num_threads())
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        torch.set_num_threads(self.threads)
+        with self.settings.active():
+            if torch.backends.cuda.matmul.fp32_precision != self.matmul_precision:
+                torch.backends.cuda.matmul.fp32_precision = self.matmul_precision
+            yield
 
 
 def prepare_compilers() -> None:
@@ -62,14 +90,16 @@ def prepare_compilers() -> None:
         UsageError: AUTOPAR_COMPILE_WORKERS is no number of processes.
     """
     global server
-    if FORKS and num_workers() > 1 and (server is None or server.process.poll() is not None):
-        # torch.cuda.is_available, which imports call, must not start CUDA in a process that forks.
-        environment = worker_environment(1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        server = ForkServer(environment, PRELOADED)
+    if FORKS and num_workers() > 1:
+        # torch.cuda.is_available, which imports call, must not start CUDA in a process that forks; nor may a pool of
+        # compilers start there.
+        environment = worker_environment(1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
+        if server is None or server.process.poll() is not None or server.surroundings != surroundings(environment):
+            server = ForkServer(environment, PRELOADED)
 
 
 def compile_ahead(regions: Sequence[RegionSource]) -> None:
-    """Compile regions into torch's caches, those that no process of this machine has compiled yet.
+    """Compile regions into torch's caches, those that have not been compiled there yet.
 
     A region that a worker cannot compile is left to the rank, whose own compilation says why.
 
@@ -79,26 +109,28 @@ def compile_ahead(regions: Sequence[RegionSource]) -> None:
     global server
     if num_workers() < 2:
         return
-    new = [region for region in regions if not done_file(region).exists()]
+    state = State.current()
+    files = ((done_file(region, state), region) for region in regions)
+    new = sorted(((file, region) for file, region in files if not file.exists()), key=lambda r: -len(r[1].code))
     if len(new) >= FEWEST_REGIONS:
+        workers = min(num_workers(), len(new))
         prepare_compilers()
         importing = threading.Thread(target=importlib.import_module, args=(COMPILER,))  # this process needs it too
         importing.start()
-        workers = min(num_workers(), len(new))
-        compilers = max(1, cores() // workers)
-        order = tuple(sorted(new, key=lambda region: -len(region.module.code)))
-        precision = str(torch.backends.cuda.matmul.fp32_precision)
-        work = Work(order, compilers, torch.get_num_threads(), TorchSettings.current(), precision)
-        limits = WorkerLimits(LIMIT_SECONDS)
+        work, limits = Work(new, max(1, cores() // workers), state, uuid4().hex), WorkerLimits(LIMIT_SECONDS)
+        failure = f"none was ready within {LIMIT_SECONDS:.0f} s"
         try:
-            exit = run_workers(ENTRY, work, workers, None, limits, lambda *_: True, name="compile", server=server)
-            failure = "" if exit.failed_rank is None else exit.last_lines[exit.failed_rank]
+            ended = run_workers(ENTRY, work, workers, None, limits, lambda *_: True, name="compile", server=server)
+            if not ended.timed_out:
+                failure = "" if ended.failed_rank is None else ended.last_lines[ended.failed_rank]
         except WorkerError as error:
             failure = str(error)
+        finally:
+            server = None  # ends it
         if failure:
-            warn(f"A process that compiles ahead failed, and this one compiles in its place: {failure}", stacklevel=1)
+            message = f"Processes that compile ahead failed, and this one compiles in their place: {failure}"
+            warn(message, CompileAheadWarning, stacklevel=caller_level())
         importing.join()
-    server = None  # ends it
 
 
 def num_workers() -> int:
@@ -125,18 +157,18 @@ def run(work: Work, emit: Emit) -> None:
     import torch._inductor.config as inductor_config  # not public, as all of torch.compile's settings
 
     inductor_config.compile_threads = work.compilers
-    torch.set_num_threads(work.threads)
-    with work.settings.active():
-        if torch.backends.cuda.matmul.fp32_precision != work.matmul_precision:
-            torch.backends.cuda.matmul.fp32_precision = work.matmul_precision
+    with work.state.active():
         for wait in (False, True):  # then wait for those that others still compile, so that the rank finds all
-            for region in work.regions:
-                with locked(region, wait) as file:
-                    if file is None or done_file(region).exists():
+            for file, region in work.regions:
+                with locked(file, wait) as notes:
+                    if notes is None or file.exists() or work.name in notes.read():
                         continue
                     if region.device.type == "cuda":
                         torch.cuda.set_device(region.device)
-                    done_file(region).write_text(attempt(region))
+                    if error := attempt(region):
+                        notes.write(f"{work.name} {error}\n")
+                    else:
+                        file.touch()
                     emit(None)
 
 
@@ -149,24 +181,25 @@ def attempt(region: RegionSource) -> str:
     return ""
 
 
-def done_file(region: RegionSource) -> Path:
+def done_file(region: RegionSource, state: State) -> Path:
     """File among torch's caches that says that a region has been compiled into them."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # not public in torch 2.11 to 2.15
 
-    device = torch.cuda.get_device_name(region.device) if region.device.type == "cuda" else "cpu"
-    text = f"{torch.__version__}\n{device}\n{region.module.code}\n{region.arguments}\n{region.options}"
+    name = torch.cuda.get_device_name(region.device) if region.device.type == "cuda" else ""
+    parts = __version__, torch.__version__, region.device, name, region.code, region.arguments, region.options
     folder = Path(cache_dir()) / "autopar"
     folder.mkdir(exist_ok=True)
-    return folder / hashlib.sha256(text.encode()).hexdigest()
+    return folder / hashlib.sha256(repr((*parts, state)).encode()).hexdigest()
 
 
 @contextmanager
-def locked(region: RegionSource, wait: bool) -> Iterator[IO[str] | None]:
-    """A lock of all processes on one region, held as long as the file is open; None if another process has it."""
-    with done_file(region).with_suffix(".lock").open("w") as file:
+def locked(file: Path, wait: bool) -> Iterator[IO[str] | None]:
+    """Notes on a region, locked for all processes as long as they are open; None if another process has them."""
+    with file.with_suffix(".notes").open("a+") as notes:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(notes, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield None
         else:
-            yield file
+            notes.seek(0)
+            yield notes

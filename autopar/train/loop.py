@@ -40,7 +40,7 @@ SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 class LaunchedUpdate:
     """An update that was launched and whose results are not read yet.
 
-    ``shares`` has each batch's part of it, ``data_seconds`` are the time in which this process waited for its batches.
+    ``shares`` has each batch's part of it, ``data_seconds`` is the time in which this process waited for its batches.
     """
 
     position: RunPosition
@@ -129,7 +129,7 @@ class Trainer:
         self.run_folders: set[Path] = set()  # folders that callbacks use for this run; a later fit() may use them again
         self.interrupt = Interrupt()
         self.launched: deque[LaunchedUpdate] = deque()  # updates that are not reported to callbacks yet
-        self.elapsed: Callable[[], float] = lambda: 0.0  # seconds since the begin of the epoch
+        self.elapsed: Callable[[], float] = lambda: 0.0  # seconds since the start of the epoch
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -171,7 +171,8 @@ class Trainer:
         """Do the remaining updates of the current epoch."""
         self.pm.train()
         batches = TimedBatches(self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps))
-        self.elapsed = batches.elapsed
+        before = max(self.running.elapsed, self.running.seconds)  # of the part of the epoch before a resume
+        self.elapsed = lambda: before + batches.elapsed()
         while not self.position.epoch_done:
             self.update(batches)
             self.report_steps()

@@ -178,7 +178,8 @@ def trained(
     for quantity, wanted, allowed in (("weights", True, updates), ("buffers", False, rounding)):
         parts = [[(n, t) for n, t in state.items() if (n in parameters) is wanted] for state in states]
         if any(parts[:2]):
-            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts, rounding=allowed, scale=scale))
+            title = f"{quantity} after {plural(steps, 'step')}"
+            rows.append(compared(title, *parts, rounding=allowed, scale=scale, infinities=True))
     return rows
 
 

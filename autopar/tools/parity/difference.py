@@ -39,7 +39,7 @@ class Rounding:
         gap, noise = (actual - expected).norm().item(), (expected - exact).norm().item()
         fixed = self.relative * expected.norm().item() + self.absolute * expected.numel() ** 0.5 + self.single
         allowed = TIMES * noise + fixed
-        return gap / allowed if allowed else float("inf")
+        return gap / allowed if allowed and isfinite(allowed) else float("inf")
 
 
 NO_ROUNDING = Rounding()
@@ -100,6 +100,7 @@ def compared(
     exact: Named | None = None,
     rounding: Rounding = NO_ROUNDING,
     scale: float = 1.0,
+    infinities: bool = False,
 ) -> Row:
     """Row of two lists of tensors; a name in only one list is a failure.
 
@@ -107,19 +108,27 @@ def compared(
         exact: in mixed precision, the expected tensors in float32.
         rounding: tolerance in addition to the expected tensor's distance to ``exact``.
         scale: factor of the tolerance of `difference`.
+        infinities: whether infinities that both sides have, such as bounds in buffers, are equal.
     """
     ours, theirs = dict(actual), dict(expected)
     unmatched = [name for name in (*ours, *theirs) if name not in ours or name not in theirs]
     if unmatched:
         side = "the parallel model" if unmatched[0] in ours else "the model on one device"
         return Row(quantity, len(theirs), float("inf"), float("inf"), False, False, f"{unmatched[0]}: only in {side}")
+    bitwise = all(same(ours[name], tensor) for name, tensor in theirs.items())
+    if infinities:
+        common = {n: t.isinf() & (t == ours[n]) for n, t in theirs.items() if ours[n].shape == t.shape}
+
+        def without(side: Named) -> Named:
+            return [(name, t.masked_fill(common[name], 0) if name in common else t) for name, t in side]
+
+        ours, theirs, exact = dict(without(actual)), dict(without(expected)), without(exact or [])
     found = {name: difference(ours[name], tensor, scale) for name, tensor in theirs.items()}
     for name, tensor in exact or ():
         if isfinite(found[name].excess):  # of one shape and dtype, and finite
             wider = rounding.excess(ours[name], theirs[name], tensor)
             found[name] = replace(found[name], excess=min(found[name].excess, wider))
     worst = max(found, key=lambda name: found[name].excess, default="")
-    bitwise = all(same(ours[name], tensor) for name, tensor in theirs.items())
     return Row(
         quantity,
         len(found),
@@ -132,9 +141,7 @@ def compared(
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> Difference:
-    """Distance of a tensor to the expected one; infinite if shape or dtype differ, or one of them is not finite.
-
-    Infinities that both have, such as bounds in buffers, are equal.
+    """Distance of a tensor to the expected one; infinite if shape or dtype differ or a number is not finite.
 
     Tolerance: 1e-5 + 1e-4·|expected|. In place of 1e-5: where the expected tensor's root mean square is above 1, 1e-5
     of that; where its 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7). All of this times ``scale``. Integers and
@@ -143,14 +150,14 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0)
     infinite = Difference(float("inf"), float("inf"), float("inf"))
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return infinite
-    if not expected.numel() or same(actual, expected):  # NaN equals nothing
+    if not expected.numel() or (same(actual, expected) and bool(torch.isfinite(expected).all())):
         return Difference(0.0, 0.0, 0.0)
     if not (expected.is_floating_point() or expected.is_complex()):
         gap = (actual.double() - expected.double()).abs().max().item()
         return Difference(gap, float("inf"), float("inf"))
     ours, theirs = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (actual, expected))
-    gap = torch.where(ours == theirs, 0.0, (ours - theirs).abs())
-    norm = torch.where(theirs.isinf(), 0.0, theirs).norm().item()
+    gap = (ours - theirs).abs()
+    norm = theirs.norm().item()
     if not bool(torch.isfinite(gap).all()):
         return infinite
     rms = norm / theirs.numel() ** 0.5

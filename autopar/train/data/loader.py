@@ -228,7 +228,7 @@ class TimedBatches:
     """Batches of an epoch, and the seconds in which they were waited for."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches, self.waited, self.begin = batches, 0.0, perf_counter()
+        self.batches, self.waited, self.start = batches, 0.0, perf_counter()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -245,8 +245,8 @@ class TimedBatches:
         return waited
 
     def elapsed(self) -> float:
-        """Seconds since the begin."""
-        return perf_counter() - self.begin
+        """Seconds since the start of the epoch."""
+        return perf_counter() - self.start
 
 
 def training_loader(

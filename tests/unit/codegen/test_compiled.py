@@ -120,10 +120,10 @@ def test_new_regions_are_compiled_ahead_once(quick_compiler: list[Any]) -> None:
         )
         module(x)
     (sources,) = calls
-    assert len(sources) == 3 and [s.module.code for s in sources] == [m.code for m in quick_compiler]
+    assert len(sources) == 3 and [s.build().code for s in sources] == [m.code for m in quick_compiler]
     for source in pickle.loads(pickle.dumps(sources)):
         tensors = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype) for a in source.arguments]
-        assert all(made.shape[0] == 2 for made in source.module(*tensors))
+        assert all(made.shape[0] == 2 for made in source.build()(*tensors))
 
 
 class StochasticDepth(nn.Module):
@@ -394,3 +394,36 @@ def test_the_layout_of_a_gradient_is_that_which_its_region_is_compiled_for(
     ]
     with functorch_config.patch(guess_tangent_strides_as_outputs=as_outputs):
         assert [gradient_of(value).stride for value in values] == strides
+
+
+class Masked(nn.Module):
+    """Blocks with a constant that operations without tensor arguments make, and that one writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            kept = torch.zeros(4, 8)
+            kept[:, :4] += block(x)[:, 4:]
+            x = x + kept
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_what_other_processes_compile_is_what_the_rank_runs(recompute: Any) -> None:
+    """A module that is built from a pickle has the same operations, names and checkpoints."""
+    model, x, y = Masked(), torch.randn(4, 8), torch.randn(4, 8)
+    expected = F.mse_loss(model(x), y).item()
+    with autopar.parallelize(
+        model, 1, x, loss_fn=F.mse_loss, optimizer=ADAMW, microbatches=1, recompute=recompute, compile=True
+    ) as pm:
+        assert pm.train_step(x, y).loss == pytest.approx(expected)
+    sources = [code.source for code in compiled.COMPILED_REGIONS.values()]
+    assert sources
+    for source in sources:
+        built, again = source.build(), pickle.loads(pickle.dumps(source)).build()
+        assert [str(node) for node in built.graph.nodes] == [str(node) for node in again.graph.nodes]
+        assert [node.target for node in built.graph.nodes] == [node.target for node in again.graph.nodes]
+        assert any("checkpoint" in str(node.target) for node in again.graph.nodes) is (recompute == "all")

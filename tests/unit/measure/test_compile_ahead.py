@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.codegen.compile import Argument, CompiledRegion, RegionCode, RegionSource
-from autopar.errors import UsageError
+from autopar.errors import CompileAheadWarning, UsageError
 from autopar.measure.compile_ahead import WORKERS, compile_ahead, num_workers
 
 CPU = torch.device("cpu")
@@ -49,7 +50,8 @@ class Blocks(nn.Module):
 def main():
     x, y = torch.randn(4, 3, 8), torch.randn(4, 3, 16)
     with autopar.parallelize(
-        Blocks(), 1, x, loss_fn=mse_loss, optimizer=torch.optim.SGD, microbatches=1, compile=True, cost="analytic"
+        Blocks(), 1, x, loss_fn=mse_loss, optimizer=torch.optim.SGD, microbatches=1, compile=True, cost="analytic",
+        recompute=sys.argv[1],
     ) as pm:
         print("loss", pm.train_step(x, y).loss)
     found = counters["inductor"]
@@ -62,20 +64,23 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, workers: str) -> list[str]:
+def run(folder: Path, workers: str, recompute: str) -> list[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     variables = {WORKERS: workers, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{workers}")}
-    done = subprocess.run([sys.executable, script], env=os.environ | variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, recompute], env=os.environ | variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-2:]
 
 
 @pytest.mark.full
-def test_a_rank_finds_what_workers_compiled(tmp_path: Path) -> None:
-    loss, counts = run(tmp_path, "0")
-    assert counts.startswith("hits 0 ") and not counts.endswith("misses 0")
-    ahead_loss, ahead_counts = run(tmp_path, "2")
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_a_rank_finds_what_workers_compiled(recompute: str, tmp_path: Path) -> None:
+    loss, counts = run(tmp_path, "0", recompute)
+    assert not counts.endswith("misses 0")
+    ahead_loss, ahead_counts = run(tmp_path, "2", recompute)
     assert ahead_counts.endswith(" misses 0") and not ahead_counts.startswith("hits 0")
     assert ahead_loss == loss
 
@@ -95,7 +100,9 @@ def test_regions_are_left_to_a_rank_whose_workers_do_not_start(tmp_path: Path, m
     monkeypatch.setattr("autopar.measure.compile_ahead.PRELOADED", ("no_such_module",))
     source = code_of(nn.Parameter(torch.empty(3, 4))).source
     regions = [replace(source, options={"number": k}) for k in range(3)]
-    with pytest.warns(UserWarning, match="this one compiles in its place: (?s:.*)No module named 'no_such_module'"):
+    with pytest.warns(
+        CompileAheadWarning, match="this one compiles in their place: (?s:.*)No module named 'no_such_module'"
+    ):
         compile_ahead(regions)
     assert not list(tmp_path.glob("autopar/*"))
 
@@ -118,4 +125,5 @@ def test_weights_that_are_compiled_for_lie_where_they_will_be() -> None:
 
 def code_of(weight: nn.Parameter) -> RegionCode:
     taken = Argument((3, 4), torch.float32, (4, 1), True, True), Argument((2, 4), torch.float32, (4, 1), False)
-    return RegionCode(RegionSource(fx.GraphModule({}, fx.Graph()), taken, {}, CPU), torch.nn.functional.linear)
+    source = RegionSource(partial(fx.symbolic_trace, nn.Identity()), "", taken, {}, CPU)
+    return RegionCode(source, torch.nn.functional.linear)

@@ -26,6 +26,7 @@ from autopar.train import (
     training_loader,
 )
 from autopar.train.data.loader import TimedBatches
+from autopar.train.run.reports import EpochSums
 
 
 def test_accumulation_is_the_whole_batch(tmp_path: Path):
@@ -66,6 +67,18 @@ class Seen(Callback):
 
     def on_step(self, trainer: autopar.train.TrainerView, report: StepReport) -> None:
         self.rates.append(report.samples_per_second)
+
+
+@pytest.mark.parametrize("elapsed", [10.0, 0.0])
+def test_a_resumed_epoch_counts_the_time_before(elapsed: float, monkeypatch: pytest.MonkeyPatch):
+    """Checkpoints of earlier versions have no elapsed time, but that of steps."""
+    monkeypatch.setattr(TimedBatches, "elapsed", lambda _: 1.0)
+    with parallel() as pm:
+        seen = Seen()
+        trainer = Trainer(pm, training_loader(pm, digits(), 20), epochs=1, callbacks=(seen,))
+        trainer.running = EpochSums(samples=900, seconds=10.0, elapsed=elapsed)
+        trainer.fit()
+    assert seen.rates[0] == pytest.approx(920 / 11)
 
 
 def test_the_share_of_waits_for_data(monkeypatch: pytest.MonkeyPatch):
