@@ -127,5 +127,5 @@ def test_compiled_stages_have_products(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted in (True, False):
         module = graph_module(program, weights, torch.device("cpu"), compiled=wanted)
         codes = [m.code for m in module.modules() if isinstance(m, fx.GraphModule)]
-        codes += [code.source.module.code for code in compiled.COMPILED_REGIONS.values()] if wanted else []
+        codes += [code.source.build().code for code in compiled.COMPILED_REGIONS.values()] if wanted else []
         assert any("patch_convolution" in code for code in codes) == wanted
