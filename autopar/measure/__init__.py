@@ -6,7 +6,7 @@ cost-model file is fitted, or `regions.cache.RegionTimes`, by which a plan's pri
 Files in reading order:
     timer.py      median and spread of one run: eager, captured, or sustained
     device.py     the settings under which a number holds
-    workers.py    `run_workers`: processes that measure; their side is __main__.py
+    workers.py    `run_workers`: processes that measure, and their side; __main__.py starts one
     compile_ahead.py, compile_preload.py   regions compiled by processes before the first step
     machine/      `autopar profile`: measures a machine into a cost model
     regions/      `--cost measured | auto`: times the compiled regions of a plan's graphs

@@ -11,18 +11,21 @@ environments than workers, and no time should depend on memory that is shared wi
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -205,8 +208,6 @@ def start(
         environment["OMP_NUM_THREADS"] = str(threads)
     with (folder / f"{rank}.log").open("wb") as log:
         if server is not None:
-            from autopar.measure.__main__ import carry_out  # imports this module
-
             out = log.fileno()
             return server.start(carry_out, entry, folder, environment=environment, stdout=out, stderr=out)
         return subprocess.Popen(
@@ -238,3 +239,37 @@ def last_line(log: Path) -> str:
     """Last line of a file that is not empty."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else "nothing"
+
+
+# -- in the worker -------------------------------------------------------------------------------------------------
+
+
+def carry_out(entry: str, folder: Path) -> NoReturn:
+    """Call the entry function with the folder's payload; ends the process. A failure's last line is its reason."""
+    code = 0
+    try:
+        module, _, function = entry.partition(":")
+        payload = pickle.loads((folder / PAYLOAD).read_bytes())
+        getattr(importlib.import_module(module), function)(payload, emitter(folder, int(os.environ["RANK"])))
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except Exception as error:
+        code = 1
+        traceback.print_exc()
+        first_line = str(error).strip().partition("\n")[0]
+        print(f"{type(error).__name__}: {first_line}")
+    sys.stdout.flush()
+    os._exit(code)  # threads of a process group or a compiler may keep an ordinary exit waiting for ever
+
+
+def emitter(folder: Path, rank: int) -> Emit:
+    """A function that writes each result of a rank to the next file, which appears whole."""
+    numbers = count()
+
+    def emit(result: Any) -> None:
+        path = result_path(folder, rank, next(numbers))
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(pickle.dumps(result))
+        temporary.replace(path)
+
+    return emit

@@ -227,6 +227,8 @@ NO_MATTER = {
     "autopar.ir.network",
     "autopar.ir.units",
     "autopar.errors",
+    "autopar.runtime.launch.fork_server",
+    "autopar.runtime.launch.shared_memory",
     *(
         f"autopar.ir.{name}"
         for name in (
