@@ -71,11 +71,11 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionSource:
-    """What equal regions are compiled from; can be pickled.
+    """Recipe by which equal regions are compiled; can be pickled.
 
     Args:
         build: makes the module. A pickled fx.GraphModule would be traced again, which loses checkpoints and names.
-        code: of the module, and whether it is checkpointed.
+        code: of the module, and flags; regions with equal ones compute the same.
         options: of torch.compile.
     """
 
@@ -229,14 +229,18 @@ def compiled_region(
     key = f"{text}\n{taken}"
     code = COMPILED_REGIONS.pop(key, None)
     if code is None:
+        whole = module
         if recompute:
-            build = partial(checkpointed_module, build, region.is_random)
+            whole, build = (
+                with_checkpoint(module, region.is_random),
+                partial(checkpointed_module, build, region.is_random),
+            )
         options = norm_options(region.ops) if device.type == "cuda" else {}
         if keep_order:
             from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
             options[CUSTOM_PASS] = CollectivesInOrder()
-        call = torch.compile(build(), fullgraph=True, dynamic=False, options=options or None)
+        call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
         code = RegionCode(RegionSource(build, text, tuple(taken), options, device), call)
     COMPILED_REGIONS[key] = code
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 TRAIN, TEST, BATCH = 64, 12, 16
 # Of 255, the largest and the mean difference: decoders interpolate colours differently, and contrast enlarges that.
+# One batch on an H100 was 12 and 0.4 off.
 LARGEST, MEAN = 24.0, 1.5
 
 

@@ -29,7 +29,6 @@ import torch
 import typer
 from rich.progress import track
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import autopar
 from autopar.ir.layout import pattern_of
@@ -175,7 +174,7 @@ def doubled(row: ZooRow, dropout: bool) -> tuple[nn.Module, Any]:
     build = row.dropping if dropout and row.dropping is not None else row.build
     model = build().double().train()
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
             module.eps = NORM_EPS
     inputs = row.inputs(SAMPLES)
 

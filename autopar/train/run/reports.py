@@ -95,7 +95,7 @@ class RunPosition:
 class EpochSums:
     """Sums over the updates of an epoch so far: losses and their count, seconds of training steps, samples.
 
-    ``elapsed`` are the seconds from the begin of the epoch, ``data_seconds`` those in which this process waited for the
+    ``elapsed`` are the seconds since the start of the epoch, ``data_seconds`` those in which this process waited for the
     next batch.
     """
 
@@ -110,7 +110,7 @@ class EpochSums:
     def plus(
         self, loss: float | None, seconds: float, samples: int, lr: float, data_seconds: float, elapsed: float
     ) -> EpochSums:
-        """Sums with one more update, ``elapsed`` after the begin of the epoch; ``loss`` is None if it was skipped."""
+        """Sums with one more update, ``elapsed`` after the start of the epoch; ``loss`` is None if it was skipped."""
         return EpochSums(
             self.loss + (loss or 0.0),
             self.count + (loss is not None),
