@@ -95,8 +95,8 @@ class RunPosition:
 class EpochSums:
     """Sums over the updates of an epoch so far: losses and their count, seconds of training steps, samples.
 
-    ``elapsed`` are the seconds since the start of the epoch, ``data_seconds`` those in which this process waited for the
-    next batch.
+    ``elapsed`` are the seconds since the start of the epoch, ``data_seconds`` those in which this process waited for
+    the next batch.
     """
 
     loss: float = 0.0
