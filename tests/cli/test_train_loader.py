@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.cli import invoke
 from support.pictures import write_jpegs
 from support.train_cli import TINY, losses
@@ -125,14 +124,13 @@ def test_the_faster_loader(
         summed.append(numbers)
         return numbers
 
-    def make(device: torch.device | None) -> Any:
-        if device is not None and gpu is None:
+    def make(decode_on_gpu: bool) -> Any:
+        if decode_on_gpu and gpu is None:
             raise UsageError("no decoder")
-        return cpu if device is None else gpu
+        return gpu if decode_on_gpu else cpu
 
-    machine = SimpleNamespace(device_of=lambda rank: f"cuda:{rank}")
     plan = SimpleNamespace(prediction=SimpleNamespace(samples_per_second=planned))
-    pm: Any = SimpleNamespace(needs_inputs=True, data_sum=data_sum, plan=plan, machine=machine)
+    pm: Any = SimpleNamespace(needs_inputs=True, data_sum=data_sum, plan=plan)
     monkeypatch.setattr(train_loader, "images_per_second", lambda rate, workers: rate)
     assert faster_loader(pm, make, 4) == printed[:3]
     assert capsys.readouterr().out == f"loader      {printed}\n\n" and summed == [[gpu or 0.0, cpu]]

@@ -41,12 +41,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def training_batches(data: Data, device: torch.device | None, workers: int = 0, **options: Any) -> list[Batch]:
+def training_batches(
+    data: Data, device: torch.device | None, workers: int = 0, decode: bool = True, **options: Any
+) -> list[Batch]:
     sampler = PartSampler(num_images(data.train), BATCH, seed=3)
     transform = training_transform(data.form, PHOTO_AUGMENTATION)
     images = PartLoader(
-        data.train, sampler, transform, data.form, True, workers, random_seed=3, device=device, **options
-    )
+        data.train, sampler, transform, data.form, True, workers, random_seed=3, device=device, decode=decode,
+        **options,
+    )  # fmt: skip
     return list(images.epoch(2))
 
 
@@ -69,6 +72,19 @@ def test_training_images_of_nvjpeg(options: dict[str, Any], photos: Path, monkey
     assert all(torch.equal(a.x, b.x) for a, b in zip(ours, again, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"mixup": Mixup(4, 0.4, 1.0), "channels_last": True}])
+def test_a_gpu_finishes_images_as_processes_do(options: dict[str, Any], photos: Path) -> None:
+    data = load_data("imagefolder", Wanted(64, folder=photos))
+    ours = training_batches(data, torch.device("cuda", 0), 2, decode=False, **options)
+    for batch, other in zip(ours, training_batches(data, None, **options), strict=True):
+        assert batch.x.device.type == "cuda" and batch.x.stride() == other.x.stride()
+        if options:
+            torch.testing.assert_close(batch.x.cpu(), other.x, rtol=1e-6, atol=1e-6)  # sums of products of mixup
+        else:
+            assert torch.equal(batch.x.cpu(), other.x)
+        assert torch.equal(batch.y.cpu(), other.y)
+
+
 def test_nvjpeg_decodes_all_kinds_of_jpeg_that_it_gets(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("decoded by Pillow in the rank's process")
@@ -82,8 +98,8 @@ def test_test_images_of_nvjpeg(photos: Path) -> None:
     data = load_data("imagefolder", Wanted(64, folder=photos))
     transform = evaluation_transform(data.form)
     ours, theirs = (
-        list(PartLoader(data.test, PartSampler(TEST, 5, training=False), transform, data.form, device=device).epoch(1))
-        for device in (torch.device("cuda", 0), None)
+        list(PartLoader(data.test, PartSampler(TEST, 5, training=False), transform, data.form, **where).epoch(1))
+        for where in ({"device": torch.device("cuda", 0), "decode": True}, {})
     )
     assert [batch.count for batch in ours] == [5, 5, 2]
     check_levels(ours, theirs, data)
@@ -96,7 +112,7 @@ def test_batches_keep_their_pixels_while_others_are_decoded_and_trained_on(photo
     sampler = PartSampler(num_images(data.train), BATCH, seed=3)
     images = PartLoader(
         data.train, sampler, training_transform(data.form, PHOTO_AUGMENTATION), data.form, random_seed=3, device=gpu,
-        mixup=Mixup(4, 0.4, 1.0),
+        decode=True, mixup=Mixup(4, 0.4, 1.0),
     )  # fmt: skip
     sums = []
     for batch in images.epoch(2):

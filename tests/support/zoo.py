@@ -270,11 +270,6 @@ def bench(
 
 # -- the page ------------------------------------------------------------------------------------------------------
 
-STEPS_ON_GPU = (
-    "Training steps in bf16 on one GPU, against the fastest of: blocks under torch.compile, the whole model, the whole "
-    "model with CUDA graphs:",
-    "",
-)
 BEGIN, END = "<!-- begin: python -m support.zoo draw -->", "<!-- end -->"
 
 
@@ -308,7 +303,7 @@ def page_text(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     steps = [*zoo_bench.table(BENCHES)]
-    parts = [summary(found), "", *table(found), "", *([*STEPS_ON_GPU, *steps, ""] if steps else [])]
+    parts = [summary(found), "", *table(found), "", *([*steps, ""] if steps else [])]
     return "\n".join([before + BEGIN, "", *parts, END + after])
 
 

@@ -69,24 +69,29 @@ def measure(families: Collection[str], folder: Path, limit: float) -> None:
 
 
 def table(folder: Path) -> Iterator[str]:
-    """A row for each measured family."""
+    """What was measured, and a row for each measured family."""
     files = [file for family in MEASURED if (file := folder / f"{family}.json").exists()]
     if not files:
         return
-    yield "| model, images | machine | autopar | torch.compile | predicted step | predicted peak |"
-    yield "|---|---|---|---|---|---|"
-    for file in files:
-        result = json.loads(file.read_text())
+    results = [json.loads(file.read_text()) for file in files]
+    machines = " and ".join(sorted({result["machine"] for result in results}))
+    yield (
+        f"Training steps in bf16 on {machines}, against the fastest of: blocks under torch.compile, the whole model, the "
+        "whole model with CUDA graphs. Below 0 %, less was predicted than measured:"
+    )
+    yield ""
+    yield "| model, images | autopar | torch.compile | predicted step | predicted peak |"
+    yield "|---|---|---|---|---|"
+    for result in results:
         ours, plain = (fastest(result, name) for name in ("autopar", "plain"))
         if ours is None or plain is None:
             reasons = "; ".join(f"{row['label']}: {row['reason']}" for row in result["rows"] if row["reason"])
-            yield f"| {result['model']}, {result['shape'][0]} | {result['machine']} | {reasons} | | | |"
+            yield f"| {result['model']}, {result['shape'][0]} | {reasons} | | | |"
             continue
         seconds, others, plan = ours["median_seconds"], plain["median_seconds"], ours["pipeline"]
         peak = max(plan["predicted_bytes"]) / max(ours["peak_bytes"]) - 1
         yield (
-            f"| {result['model']}, {result['shape'][0]} | {result['machine']} "
-            f"| {1e3 * seconds:.1f} ms {'✓' if seconds <= others else '✗'} "
+            f"| {result['model']}, {result['shape'][0]} | {1e3 * seconds:.1f} ms {'✓' if seconds <= others else '✗'} "
             f"| {1e3 * others:.1f} ms ({plain['label']}) "
             f"| {plan['predicted_seconds'] / seconds - 1:+.1%} | {peak:+.1%} |"
         )

@@ -62,7 +62,7 @@ class DataFlags:
     loader: Annotated[
         str,
         Option(
-            help="Decode and augment images in the data-loading processes (cpu) or on the GPU (gpu); auto times both.",
+            help="Decode and crop images in the data-loading processes (cpu) or on the GPU (gpu); auto times both.",
             metavar="cpu|gpu|auto",
         ),
     ] = "cpu"

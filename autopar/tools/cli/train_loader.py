@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
-import torch
 import typer
 
 from autopar.api.model import ParallelModel
@@ -16,14 +15,14 @@ from autopar.ir.units import plural
 from autopar.runtime.launch.devices import this_machine
 from autopar.tools.cli.train_request import Run
 from autopar.train import Data, PartLoader, is_rank_zero, read_run
-from autopar.train.data.encoded_samples import check_device_images
+from autopar.train.data.device_samples import check_device_images
 
 CPU, GPU, AUTO = "cpu", "gpu", "auto"
 SETTING = "--loader"  # in a checkpoint's settings, if it is not CPU
 ROUNDS, MAX_SECONDS = 3, 10.0  # batches of each loader process that are timed, and limit of a measurement
 ENOUGH = 1.25  # loader processes that are so much faster than the plan trains leave the GPU to the model
 
-MakeLoader = Callable[[torch.device | None], PartLoader]
+MakeLoader = Callable[[bool], PartLoader]
 
 
 def possible_loader(asked: Run, data: Data) -> str:
@@ -71,18 +70,13 @@ def resumed_loader(possible: str, asked: Run, checkpoint: Path) -> str:
     return before
 
 
-def decoding_device(pm: ParallelModel) -> torch.device:
-    """GPU on which this process decodes images: its rank's; in a plain script the first one."""
-    return torch.device(pm.machine.device_of(0))
-
-
 def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
     """The faster loader, by the images a second of all data ranks; prints both. All ranks of torchrun call it.
 
     Loader processes are also chosen where they are faster than the plan trains.
 
     Args:
-        make: loader of this rank's part of the batches, for a device that decodes, or None.
+        make: loader of this rank's part of the batches; True lets the GPU decode.
         workers: loader processes of a rank.
 
     Raises:
@@ -91,14 +85,14 @@ def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
     impossible, by_device, by_processes = "", 0.0, 0.0
     if pm.needs_inputs:
         try:
-            loader = make(decoding_device(pm))
+            loader = make(True)
         except UsageError as error:
             impossible = str(error)
         else:
             images_per_second(loader, workers)  # afterwards the files are in memory for both
             by_device = images_per_second(loader, workers)
             del loader  # ends its processes
-        by_processes = images_per_second(make(None), workers)
+        by_processes = images_per_second(make(False), workers)
     gpu, cpu = pm.data_sum([by_device, by_processes])
     needed = pm.plan.prediction.samples_per_second
     chosen = GPU if gpu > cpu and cpu < ENOUGH * needed else CPU

@@ -30,7 +30,6 @@ from autopar.tools.cli.train_loader import (
     CPU,
     GPU,
     SETTING,
-    decoding_device,
     faster_loader,
     possible_loader,
     resumed_loader,
@@ -93,7 +92,7 @@ def validate(asked: Run) -> None:
         images = partial(evaluation_loader, data, asked.at_once, pm, asked.workers, source.channels_last)
         if loader == AUTO:
             loader = faster_loader(pm, images, asked.workers)
-        found = evaluate(pm, images(decoding_device(pm) if loader == GPU else None).epoch(1))
+        found = evaluate(pm, images(loader == GPU).epoch(1))
     if is_rank_zero():
         typer.echo(
             f"loss {found.loss:.4f}  top-1 {percent(found.accuracy, 2)}  top-5 {percent(found.top5, 2)}  on "
@@ -187,10 +186,8 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
     return arguments
 
 
-def training_images(
-    asked: Run, pm: ParallelModel, source: ModelSource, data: Data, device: torch.device | None
-) -> PartLoader:
-    """Loader of training images, which a device decodes, or None."""
+def training_images(asked: Run, pm: ParallelModel, source: ModelSource, data: Data, decode_on_gpu: bool) -> PartLoader:
+    """Loader of training images, which the GPU decodes or not."""
     return training_loader(
         pm,
         data,
@@ -202,19 +199,19 @@ def training_images(
         num_workers=asked.workers,
         channels_last=source.channels_last,
         aug_repeats=asked.augmentation.aug_repeats or 1,
-        device=device,
+        decode_on_gpu=decode_on_gpu,
     )
 
 
 def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data, loader: str) -> Trainer:
     """Trainer with the callbacks that write and show the command's results; ``loader`` is cpu or gpu."""
-    folder, device = asked.folder, decoding_device(pm) if loader == GPU else None
+    folder, decode_on_gpu = asked.folder, loader == GPU
     saving = Checkpoints(folder, asked.checkpoint_steps, asked.keep)
     writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), saving)
     return Trainer(
         pm,
-        training_images(asked, pm, source, data, device),
-        evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last, device),
+        training_images(asked, pm, source, data, decode_on_gpu),
+        evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last, decode_on_gpu),
         epochs=asked.epochs,
         grad_accum_steps=asked.optimizer.grad_accum_steps,
         schedule="timm",

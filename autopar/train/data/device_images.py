@@ -1,4 +1,4 @@
-"""Batches decoded and augmented on a device, from images and draws that loader processes read."""
+"""Batches finished on a device, from images and draws of loader processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.train.data.encoded_samples import FLAG, Draws, Entry, Undecoded
+from autopar.train.data.device_samples import FLAG, Cropped, Draws, Entry, Undecoded
 from autopar.train.data.images import Encoded
 from autopar.train.data.mixup import Mixup
 from autopar.train.data.streams import Unreadable
@@ -23,35 +23,126 @@ from autopar.train.data.transforms import MODES, Chain, Format
 from autopar.train.timm_optional import needed
 
 DECODED_BYTES = 1 << 28  # pixels that are on the device at once before they are resized, except of one larger image
-GREY = (0.299, 0.587, 0.114)  # weights of colours in Pillow's mode L
+AT_ONCE = 32  # images that are changed at once: their values stay in the GPU's cache from one kernel to the next
+GREY = (19595, 38470, 7471)  # weights of colours in Pillow's mode L, of 2**16
 CONTRAST, SATURATION = 1, 2  # numbers of colour changes in torchvision's ColorJitter; brightness is 0
 
 
 class DeviceTransform:
     """Part of timm's transform that runs on a device, for whole batches."""
 
-    def __init__(self, chain: Chain, form: Format, device: torch.device, layout: torch.memory_format) -> None:
-        self.chain, self.form, self.device, self.layout = chain, form, device, layout
-        self.io = needed("torchvision.io", FLAG)
-        self.mode = self.io.ImageReadMode.RGB if form.channels == 3 else self.io.ImageReadMode.GRAY
-        self.timm = needed("timm.data.transforms", FLAG)
+    remedy = "Plan with less --memory."
 
-    def __call__(self, shares: Sequence[Undecoded]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self, form: Format, device: torch.device, layout: torch.memory_format) -> None:
+        self.form, self.device, self.layout = form, device, layout
+        self.mean, self.std = (self.on_device(values)[None, :, 0] for values in (form.mean, form.std))
+        self.largest = self.on_device([255.0])  # a tensor, since a GPU multiplies by the inverse of a number
+
+    def __call__(self, shares: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Batch of the images of all loader processes: x on the device, labels [batch].
 
         Raises:
             UsageError: an image cannot be decoded; names it.
         """
+        draws = [own for share in shares for own in share.draws]
+        x = torch.empty((len(draws), *self.form.shape), device=self.device, memory_format=self.layout)
+        first = 0
+        for part in self.levels(shares):
+            end = first + len(part)
+            self.finish(part, draws[first:end], x[first:end])
+            first = end
+        return x, torch.cat([share.labels for share in shares])
+
+    def levels(self, shares: Sequence[Any]) -> Iterator[torch.Tensor]:
+        """Cropped images in order, float32 [images, channels, side, side] of whole values to 255, a few at a time."""
+        raise NotImplementedError
+
+    def finish(self, x: torch.Tensor, draws: Sequence[Draws], out: torch.Tensor) -> None:
+        """Write images with flips, changed colours, normalised values and erased boxes."""
+        if any(own.flip for own in draws):
+            x = torch.where(self.on_device([own.flip for own in draws]), x.flip(3), x)
+        if any(own.colours for own in draws):
+            x = self.recoloured(x, [own.colours for own in draws])
+        out.copy_(x.div_(self.largest).sub_(self.mean).div_(self.std))
+        for image, own in zip(out, draws, strict=True):
+            if own.erased is not None:
+                top, left, height, width = own.erased
+                image[:, top : top + height, left : left + width] = 0
+
+    def recoloured(self, x: torch.Tensor, colours: Sequence[tuple[tuple[int, float], ...]]) -> torch.Tensor:
+        """Images with brightness, contrast and saturation changed in each image's order; values equal Pillow's."""
+        for changes in zip(*colours, strict=True):
+            factor = self.on_device([value for _, value in changes])
+            contrast, saturation = (self.on_device([n == kind for n, _ in changes]) for kind in (CONTRAST, SATURATION))
+            grey = grey_levels(x)
+            mean = grey.mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
+            other = contrast * mean + saturation * grey  # black for brightness
+            x = (x - other).mul_(factor).add_(other).clamp_(0, 255).floor_()
+        return x
+
+    def on_device(self, values: Sequence[float]) -> torch.Tensor:
+        """A number or truth value for each image, [batch, 1, 1, 1]."""
+        kind = torch.bool if isinstance(values[0], bool) else torch.float32
+        return torch.tensor(values, dtype=kind, device=self.device).view(-1, 1, 1, 1)
+
+
+def grey_levels(x: torch.Tensor) -> torch.Tensor:
+    """Whole levels [batch, 1, height, width] of colours [batch, channels, height, width] as in Pillow's mode L."""
+    if x.shape[1] == 1:
+        return x
+    red, green, blue = x.unbind(1)  # all sums are whole numbers below 2**24, which float32 holds
+    sums = (red * GREY[0]).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2]).add_(1 << 15)
+    return sums.div_(1 << 16).floor_().unsqueeze(1)
+
+
+class CroppedTransform(DeviceTransform):
+    """The part that is left of images that loader processes decoded and cropped."""
+
+    def levels(self, shares: Sequence[Cropped]) -> Iterator[torch.Tensor]:
+        for share in shares:
+            pixels = share.pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+            for part in pixels.split(AT_ONCE):
+                yield part.contiguous().float()
+
+
+class EncodedTransform(DeviceTransform):
+    """Decoding, the crop, and the rest, of images that loader processes read.
+
+    Args:
+        chain: timm's transform.
+    """
+
+    remedy = f"Leave {FLAG} out."
+
+    def __init__(self, chain: Chain, form: Format, device: torch.device, layout: torch.memory_format) -> None:
+        """Prepare.
+
+        Raises:
+            UsageError: the device's decoder does not work here.
+        """
+        super().__init__(form, device, layout)
+        self.chain, self.io = chain, needed("torchvision.io", FLAG)
+        self.mode = self.io.ImageReadMode.RGB if form.channels == 3 else self.io.ImageReadMode.GRAY
+        self.timm = needed("timm.data.transforms", FLAG)
+        try:
+            probe = self.io.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8, device="cpu"))
+            self.io.decode_jpeg([probe], device=self.device)
+        except RuntimeError as error:
+            raise UsageError(
+                f"torchvision cannot decode JPEGs on {self.device}: {error}. Leave {FLAG} out, or install a "
+                "torchvision with nvJPEG."
+            ) from error
+
+    def levels(self, shares: Sequence[Undecoded]) -> Iterator[torch.Tensor]:
         entries = [entry for share in shares for entry in share.entries]
         contents = [part for s in shares for part in s.content.split([entry.num_bytes for entry in s.entries])]
-        images: list[torch.Tensor] = []
         for group in groups([prod(entry.shape) for entry in entries]):
             decoded = self.decoded(contents[group], entries[group])
-            images += [self.resized(image, entry.draws) for image, entry in zip(decoded, entries[group], strict=True)]
+            images = [self.resized(image, entry.draws) for image, entry in zip(decoded, entries[group], strict=True)]
             if self.device.type == "cuda":  # the decoder's stream does not wait for work on memory that it gets again
                 torch.cuda.current_stream(self.device).synchronize()
-        x = torch.cat(images).clamp_(0, 255).round_()
-        return self.finished(x, [entry.draws for entry in entries]), torch.cat([share.labels for share in shares])
+            for first in range(0, len(images), AT_ONCE):
+                yield torch.cat(images[first : first + AT_ONCE]).clamp_(0, 255).round_()
 
     def decoded(self, contents: Sequence[torch.Tensor], entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Images uint8 [channels, height, width] on the device."""
@@ -91,36 +182,6 @@ class DeviceTransform:
                 image = step(image)
         return image[None].float()
 
-    def finished(self, x: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-        """Batch with flips, changed colours, normalised values and erased boxes, in the memory format."""
-        flips = self.on_device([own.flip for own in draws])
-        x = torch.where(flips, x.flip(3), x)
-        if any(own.colours for own in draws):
-            x = self.recoloured(x, [own.colours for own in draws])
-        mean, std = (torch.tensor(v, device=self.device).view(1, -1, 1, 1) for v in (self.form.mean, self.form.std))
-        x = x.div_(255).sub_(mean).div_(std).contiguous(memory_format=self.layout)
-        for image, own in zip(x, draws, strict=True):
-            if own.erased is not None:
-                top, left, height, width = own.erased
-                image[:, top : top + height, left : left + width] = 0
-        return x
-
-    def recoloured(self, x: torch.Tensor, colours: Sequence[tuple[tuple[int, float], ...]]) -> torch.Tensor:
-        """Batch with brightness, contrast and saturation changed in each image's order, rounded as by Pillow."""
-        weights = torch.tensor(GREY if self.form.channels == 3 else (1.0,), device=self.device).view(1, -1, 1, 1)
-        for changes in zip(*colours, strict=True):
-            factor = self.on_device([value for _, value in changes])
-            contrast, saturation = (self.on_device([n == kind for n, _ in changes]) for kind in (CONTRAST, SATURATION))
-            grey = (x * weights).sum(1, keepdim=True).add_(0.5).floor_()
-            mean = grey.mean((1, 2, 3), keepdim=True).add_(0.5).floor_()
-            other = contrast * mean + saturation * grey  # black for brightness
-            x = (x - other).mul_(factor).add_(other).clamp_(0, 255).floor_()
-        return x
-
-    def on_device(self, values: Sequence[float]) -> torch.Tensor:
-        """A number or truth value for each image, [batch, 1, 1, 1]."""
-        return torch.tensor(values, device=self.device).view(-1, 1, 1, 1)
-
 
 def groups(sizes: Sequence[int]) -> Iterator[slice]:
     """Slices of neighbours, of at most `DECODED_BYTES` in all or of one."""
@@ -137,25 +198,13 @@ class DeviceBatches:
     """Batches of a `DeviceTransform`, made one ahead, in a thread with a CUDA stream of its own."""
 
     def __init__(self, transform: DeviceTransform) -> None:
-        """Prepare.
-
-        Raises:
-            UsageError: the device's decoder does not work here.
-        """
         self.transform, self.device = transform, transform.device
         cuda = self.device.type == "cuda"
-        # Mixing does not wait for the next batch's decoding.
-        self.decoding, self.mixing = [torch.cuda.Stream(self.device) if cuda else None for _ in range(2)]
-        try:
-            probe = transform.io.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8, device="cpu"))
-            transform.io.decode_jpeg([probe], device=self.device)
-        except RuntimeError as error:
-            raise UsageError(
-                f"torchvision cannot decode JPEGs on {self.device}: {error}. Leave {FLAG} out, or install a "
-                "torchvision with nvJPEG."
-            ) from error
+        # Their few short kernels go before those of a training step, or each would wait for a gap between these. Mixing
+        # does not wait for the next batch's decoding.
+        self.making, self.mixing = [torch.cuda.Stream(self.device, -1) if cuda else None for _ in range(2)]
 
-    def batches(self, shares: Iterator[list[Undecoded] | Unreadable]) -> Iterator[Any]:
+    def batches(self, shares: Iterator[list[Any] | Unreadable]) -> Iterator[Any]:
         """Batches of the shares of loader processes, in order. One is made ahead."""
         with ThreadPoolExecutor(1, "images") as thread:
             pending: deque[Future[Any]] = deque()
@@ -166,24 +215,24 @@ class DeviceBatches:
             while pending:
                 yield pending.popleft().result()
 
-    def made(self, shares: list[Undecoded] | Unreadable) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
+    def made(self, shares: list[Any] | Unreadable) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
         """Batch of shares, computed when this returns; the first image that cannot be read stands for all."""
         if isinstance(shares, Unreadable):
             return shares
         with ExitStack() as contexts:
-            if self.decoding is not None:
+            if self.making is not None:
                 contexts.enter_context(torch.cuda.device(self.device))
-                contexts.enter_context(torch.cuda.stream(self.decoding))
+                contexts.enter_context(torch.cuda.stream(self.making))
             try:
                 batch = self.transform(shares)
             except UsageError as error:
                 return Unreadable(str(error))
             except torch.OutOfMemoryError as error:
-                count = plural(sum(len(share.entries) for share in shares), "image")
+                count = plural(sum(len(share.labels) for share in shares), "image")
                 reason = str(error).splitlines()[0]
-                return Unreadable(f"{self.device} has no memory to decode {count}: {reason} Leave {FLAG} out.")
-            if self.decoding is not None:
-                self.decoding.synchronize()
+                return Unreadable(f"{self.device} has no memory to make {count}: {reason} {self.transform.remedy}")
+            if self.making is not None:
+                self.making.synchronize()
         return batch
 
     def mixed(

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
 from autopar.train.data.datasets import Data
-from autopar.train.data.device_images import DeviceBatches, DeviceTransform
-from autopar.train.data.encoded_samples import Drawing, EncodedSamples, check_device_images
+from autopar.train.data.device_images import CroppedTransform, DeviceBatches, EncodedTransform
+from autopar.train.data.device_samples import Cropping, Drawing, EncodedSamples, check_device_images, collate_cropped
 from autopar.train.data.images import EncodedImages, Images
 from autopar.train.data.mixup import Mixup, check_even
 from autopar.train.data.sampler import PartSampler
@@ -92,6 +92,7 @@ class PartLoader:
         group: int = 1,
         channels_last: bool = False,
         device: torch.device | None = None,
+        decode: bool = False,
     ) -> None:
         """Prepare; no process starts yet.
 
@@ -102,7 +103,8 @@ class PartLoader:
             random_seed: seed of a random transform; None if it is not random.
             group: batches of one update, which are mixed with the same share and box.
             channels_last: whether batches of images are in that memory format.
-            device: device that decodes and augments the images, and on which they stay; None does so in the processes.
+            device: GPU on which images are finished after Pillow's crop, and stay; None finishes them in the processes.
+            decode: whether the device also decodes them.
 
         Raises:
             UsageError: torchvision cannot decode on the device.
@@ -116,37 +118,39 @@ class PartLoader:
             "worker_init_fn": IgnoreSignals(),
             "generator": torch.Generator(),  # otherwise it draws from the default generator, which is the user's
         }
-        make: Callable[[Any], Any] = partial(collate_encoded, transform=transform, seed=random_seed, layout=layout)
+        images_of: Callable[[Any], Any] = transform  # of a PIL image
+        collated: Callable[[Any], Any] = partial(collate, memory_format=layout)
+        make: Callable[[Any], Any] | None = None
         if device is not None and reads:
-            make = Drawing(transform, form, random_seed).collate
-            self.device_batches = DeviceBatches(DeviceTransform(transform, form, device, layout))
+            if decode:
+                self.device_batches = DeviceBatches(EncodedTransform(transform, form, device, layout))
+                make = Drawing(transform, form, random_seed).collate
+            elif cropping := Cropping.of(transform, form):
+                self.device_batches = DeviceBatches(CroppedTransform(form, device, layout))
+                images_of, collated = cropping, collate_cropped
         join = self.device_batches.batches if self.device_batches is not None else partial(joined, layout=layout)
         if isinstance(images, Stream):
             num_workers = min(num_workers, sampler.batch_size // sampler.data_size) if reads else 0
             if not reads:
                 make = partial(collate_labels, shape=form.shape, layout=layout)
+            elif make is None:
+                make = partial(collate_encoded, transform=images_of, seed=random_seed, collate=collated)
             self.stream = StreamParts(images, sampler, make)
             source = DataLoader(
                 self.stream, batch_size=None, collate_fn=as_it_is, num_workers=num_workers,
                 persistent_workers=num_workers > 0, **options,
             )  # fmt: skip
             self.parts = lambda: join(batch_shares(source, max(num_workers, 1)))
-        elif reads and self.device_batches is not None:
-            assert isinstance(images, EncodedImages)
+        elif reads:
+            samples: Any = ImageSamples(images, images_of, random_seed)
+            if make is not None:
+                assert isinstance(images, EncodedImages)
+                samples, collated = EncodedSamples(images), make
             source = DataLoader(
-                EncodedSamples(images), batch_sampler=sampler, collate_fn=make, num_workers=num_workers,
-                persistent_workers=num_workers > 0, **options,
+                samples, batch_sampler=sampler, collate_fn=collated, num_workers=num_workers,
+                persistent_workers=num_workers > 0, pin_memory=torch.cuda.is_available() and make is None, **options,
             )  # fmt: skip
             self.parts = lambda: join(batch_shares(source, 1))
-        elif reads:
-            self.parts = partial(
-                made_on_cpu,
-                DataLoader(
-                    ImageSamples(images, transform, random_seed), batch_sampler=sampler,
-                    collate_fn=partial(collate, memory_format=layout), num_workers=num_workers,
-                    persistent_workers=num_workers > 0, pin_memory=torch.cuda.is_available(), **options,
-                ),
-            )  # fmt: skip
         else:
             self.parts = partial(label_parts, images, sampler, form.shape, layout)
 
@@ -261,19 +265,21 @@ def training_loader(
     num_workers: int = 0,
     channels_last: bool = False,
     aug_repeats: float = 1,
-    device: torch.device | None = None,
+    decode_on_gpu: bool = False,
 ) -> PartLoader:
     """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
+
+    A rank's GPU normalises them and changes their colours, which costs processors as much time as the crop.
 
     Args:
         batch_size: samples of one update, over all devices and accumulation steps.
         augmentation: random changes of the images; by default the usual ones for the data.
         channels_last: whether images are in that memory format.
         aug_repeats: times that an image is in a batch, with another augmentation each time (repeated augmentation).
-        device: as for `PartLoader`.
+        decode_on_gpu: whether the GPU also decodes and crops them.
 
     Raises:
-        UsageError: the batch is too large, the data ranks cannot share it, a stream should repeat images, or the device
+        UsageError: the batch is too large, the data ranks cannot share it, a stream should repeat images, or the GPU
             cannot make them.
     """
     size = micro_batch(batch_size, grad_accum_steps)
@@ -281,7 +287,7 @@ def training_loader(
         check_even(size, pm.data_size)
     augmentation = data.augmentation if augmentation is None else augmentation
     transform = check_augmentation(data, augmentation, aug_repeats)
-    if device is not None:
+    if decode_on_gpu:
         check_device_images(data.train, data.form, augmentation)
     sampler = PartSampler(
         num_images(data.train), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps,
@@ -298,8 +304,16 @@ def training_loader(
         mixup=mixup,
         group=grad_accum_steps,
         channels_last=channels_last,
-        device=device,
+        device=images_device(pm, decode_on_gpu),
+        decode=decode_on_gpu,
     )
+
+
+def images_device(pm: ParallelModel, decodes: bool) -> torch.device | None:
+    """GPU on which this process makes images: its rank's; of several in a plain script the first, if it decodes."""
+    device = torch.device(pm.machine.device_of(0))
+    has_rank = pm.machine.launched is not None or pm.plan.mesh.devices == 1
+    return device if decodes or (has_rank and device.type == "cuda") else None
 
 
 def check_augmentation(data: Data, augmentation: Augmentation, repeats: float) -> Chain:
@@ -319,24 +333,26 @@ def evaluation_loader(
     pm: ParallelModel | None = None,
     num_workers: int = 0,
     channels_last: bool = False,
-    device: torch.device | None = None,
+    decode_on_gpu: bool = False,
 ) -> PartLoader:
     """Loader of this rank's part of the test images, in order; of all of them without a parallel model.
 
     Args:
-        device: as for `PartLoader`.
+        decode_on_gpu: as for `training_loader`; needs a parallel model.
 
     Raises:
-        UsageError: the device cannot make them.
+        UsageError: the GPU cannot make them.
     """
     rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
-    if device is not None:
+    if decode_on_gpu:
         check_device_images(data.test, data.form, Augmentation())
     sampler = PartSampler(num_images(data.test), batch_size, rank, size, training=False)
     transform = evaluation_transform(data.form)
+    device = images_device(pm, decode_on_gpu) if pm is not None else None
     return PartLoader(
-        data.test, sampler, transform, data.form, reads, num_workers, channels_last=channels_last, device=device
-    )
+        data.test, sampler, transform, data.form, reads, num_workers, channels_last=channels_last, device=device,
+        decode=decode_on_gpu,
+    )  # fmt: skip
 
 
 def micro_batch(batch_size: int, grad_accum_steps: int) -> int:

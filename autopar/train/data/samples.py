@@ -16,20 +16,19 @@ from autopar.errors import UsageError
 from autopar.train.data.images import Encoded, Images
 from autopar.train.data.sampler import Key
 from autopar.train.data.streams import Unreadable
-from autopar.train.data.transforms import Transform
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ImageSamples(Dataset[Any]):
-    """Images as tensors with labels, by key; random transforms depend on ``seed``, None without any, and key alone."""
+    """Transformed images with labels, by key; random transforms depend on ``seed``, None without any, and key alone."""
 
     images: Images
-    transform: Transform
+    transform: Callable[[Any], Any]
     seed: int | None
 
-    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int] | Unreadable:
+    def __getitem__(self, key: Key) -> tuple[Any, int] | Unreadable:
         try:
             image = self.images.image(key.index)
         except UsageError as error:
@@ -74,17 +73,20 @@ def collate(
 
 
 def collate_encoded(
-    samples: Sequence[tuple[Key, Encoded]], transform: Transform, seed: int | None, layout: torch.memory_format
-) -> tuple[torch.Tensor, torch.Tensor] | Unreadable | None:
-    """As `collate`, of encoded images, which are transformed here; None without any."""
-    made: list[tuple[torch.Tensor, int] | Unreadable] = []
+    samples: Sequence[tuple[Key, Encoded]],
+    transform: Callable[[Any], Any],
+    seed: int | None,
+    collate: Callable[[Sequence[tuple[Any, int]]], T],
+) -> T | Unreadable | None:
+    """A part of a batch of encoded images, which are transformed here; None without any."""
+    made: list[tuple[Any, int]] = []
     for key, sample in samples:
         try:
             image = sample.decoded()
         except UsageError as error:
             return Unreadable(str(error))
         made.append((transformed(transform, image, seed, key), sample.label))
-    return collate(made, layout) if made else None
+    return collate(made) if made else None
 
 
 def collate_labels(

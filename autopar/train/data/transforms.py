@@ -14,6 +14,7 @@ from autopar.train.timm_optional import needed
 Transform = Callable[[Any], torch.Tensor]
 MODES = {1: "L", 3: "RGB"}  # channels -> PIL mode
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")  # timm's names
+RESIZES_ONLY = ("box", "hamming", "lanczos")
 RANDOM = "random"  # bilinear or bicubic, drawn for each training image
 
 
@@ -101,10 +102,15 @@ def check_interpolation(flag: str, name: str, known: tuple[str, ...]) -> None:
         raise UsageError(f"{flag} {name} is unknown. It is one of {', '.join(known)}.")
 
 
-def check_aa(aa: str, form: Format) -> None:
-    """Raise UsageError if the images are grey, or timm would ignore a part of the text."""
+def check_aa(aa: str, form: Format, interpolation: str) -> None:
+    """Raise UsageError if the images are grey, Pillow cannot turn them, or timm would ignore a part of the text."""
     if form.channels != 3:
         raise UsageError(f"--aa {aa} changes colours, but the images are grey. Leave it out.")
+    if interpolation in RESIZES_ONLY:
+        raise UsageError(
+            f"--aa {aa} turns images, which Pillow cannot do with interpolation {interpolation}. Give "
+            "--train-interpolation bicubic."
+        )
     for part in aa.split("-")[1:]:
         if not any(c.isdigit() for c in part) and not (part.startswith("t") and aa.startswith("rand-")):
             raise UsageError(
@@ -120,10 +126,10 @@ def training_transform(form: Format, augmentation: Augmentation) -> Chain:
     """
     if not augmentation.random:
         return evaluation_transform(form)
-    if augmentation.aa:
-        check_aa(augmentation.aa, form)
     interpolation = augmentation.train_interpolation or form.interpolation
     check_interpolation("--train-interpolation", interpolation, (RANDOM, *INTERPOLATIONS))
+    if augmentation.aa:
+        check_aa(augmentation.aa, form, interpolation)
     try:
         transform = made_by_timm(
             "Augmentation",
@@ -175,7 +181,12 @@ class Chain:
         return self.transforms[0].transforms  # type: ignore[attr-defined]  # torchvision's Compose
 
     def __call__(self, image: Any) -> torch.Tensor:
-        image = image.convert(self.mode)
+        image = in_mode(image, self.mode)
         for transform in self.transforms:
             image = transform(image)
         return image
+
+
+def in_mode(image: Any, mode: str) -> Any:
+    """The PIL image in a mode; Pillow would copy one that is in it already."""
+    return image if image.mode == mode else image.convert(mode)

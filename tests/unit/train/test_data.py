@@ -346,6 +346,11 @@ def test_images_are_moved_not_changed():
         (3, Augmentation(aa="nosuchpolicy"), "timm does not understand these settings"),
         (3, Augmentation(aa="rand-m9-foo"), "timm would ignore 'foo'"),
         (1, Augmentation(aa="rand-m9"), "--aa rand-m9 changes colours, but the images are grey"),
+        (
+            3,
+            Augmentation(aa="3a", train_interpolation="box"),
+            "turns images, which Pillow cannot do with interpolation box",
+        ),
         (3, Augmentation(train_interpolation="cubic"), "--train-interpolation cubic is unknown. It is one of random,"),
     ],
 )

@@ -18,9 +18,9 @@ from autopar.train import Augmentation, Batch, Data, Mixup, PartSampler, Selecti
 from autopar.train.data import device_images
 from autopar.train.data.datasets import PHOTO_AUGMENTATION
 from autopar.train.data.device_images import groups
-from autopar.train.data.encoded_samples import check_device_images
+from autopar.train.data.device_samples import check_device_images
 from autopar.train.data.loader import PartLoader
-from autopar.train.data.transforms import evaluation_transform, training_transform
+from autopar.train.data.transforms import evaluation_transform, image_format, training_transform
 
 CPU = torch.device("cpu")
 TRAIN, SIDE = 16, 32
@@ -59,6 +59,7 @@ def loader(data: Data, augmentation: Augmentation, device: torch.device | None =
     parts = {name: options.pop(name) for name in ("data_rank", "data_size", "repeats") if name in options}
     sampler = PartSampler(num_images(data.train), 8, seed=5, **parts)
     transform = training_transform(data.form, augmentation)
+    options = {"decode": device is not None} | options
     return PartLoader(data.train, sampler, transform, data.form, random_seed=5, device=device, **options)
 
 
@@ -99,8 +100,8 @@ def test_test_images_are_those_of_timm(crop_pct: float, crop_mode: str, photos: 
     data = folder(photos, crop_pct=crop_pct, crop_mode=crop_mode)
     transform = evaluation_transform(data.form)
     batches = [
-        list(PartLoader(data.test, PartSampler(6, 4, training=False), transform, data.form, device=device).epoch(1))
-        for device in (CPU, None)
+        list(PartLoader(data.test, PartSampler(6, 4, training=False), transform, data.form, **where).epoch(1))
+        for where in ({"device": CPU, "decode": True}, {})
     ]
     assert [batch.count for batch in batches[0]] == [4, 2]
     assert max(levels(a, b, data).max() for a, b in zip(*batches, strict=True)) < ONE_RESIZE
@@ -124,6 +125,48 @@ def test_memory_format_repeats_and_mixing(channels_last: bool, photos: Path) -> 
         assert batch.x.stride() == expected.x.stride()
 
 
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("read", [folder, shards])
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"reprob": 0.6, "color_jitter": 0.9}, {"mixup": Mixup(4, 0.4, 1.0), "repeats": 2, "channels_last": True}),
+        ({"aa": "rand-m9-mstd0.5", "train_interpolation": "bicubic"}, {"num_workers": 1}),
+    ],
+)  # fmt: skip
+def test_images_that_processes_crop_are_finished_without_a_difference(
+    changes: dict[str, Any], options: dict[str, Any], read: Any, channels: int, photos: Path
+) -> None:
+    if (read is shards and "repeats" in options) or (channels == 1 and "aa" in changes):
+        options = {name: value for name, value in options.items() if name != "repeats"}
+        changes = {name: value for name, value in changes.items() if name != "aa"}
+    data = read(photos)
+    data = replace(data, form=image_format(channels, SIDE, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)))
+    augmentation = replace(PHOTO_AUGMENTATION, **changes)
+    ours, theirs = (
+        list(loader(data, augmentation, device, decode=False, **options).epoch(2)) for device in (CPU, None)
+    )
+    assert len(ours) == TRAIN // 8 and same(ours, theirs)
+    layout = torch.channels_last if "channels_last" in options else torch.contiguous_format
+    assert all(own.x.is_contiguous(memory_format=layout) and own.x.dtype == torch.float32 for own in ours)
+
+
+def test_test_images_that_processes_crop(photos: Path) -> None:
+    data = folder(photos)
+    transform = evaluation_transform(data.form)
+    ours, theirs = (
+        list(PartLoader(data.test, PartSampler(6, 4, training=False), transform, data.form, device=device).epoch(1))
+        for device in (CPU, None)
+    )
+    assert same(ours, theirs) and [batch.count for batch in ours] == [4, 2]
+
+
+def test_shifted_images_are_finished_by_processes(photos: Path) -> None:
+    shifted = loader(folder(photos), replace(PHOTO_AUGMENTATION, shift=2), decode=False)
+    assert shifted.device_batches is None and next(shifted.epoch(1)).x.shape == (8, 3, SIDE, SIDE)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -141,9 +184,9 @@ def test_files_that_no_jpeg_decoder_of_a_gpu_takes(photos: Path, tmp_path: Path,
     picture.save(tmp_path / "val" / "a" / "1.jpg")
     data = folder(tmp_path)
     decoded: list[int] = []
-    real = device_images.DeviceTransform.decoded_jpegs
+    real = device_images.EncodedTransform.decoded_jpegs
     monkeypatch.setattr(
-        device_images.DeviceTransform, "decoded_jpegs",
+        device_images.EncodedTransform, "decoded_jpegs",
         lambda self, jpegs, names: (decoded.append(len(jpegs)), real(self, jpegs, names))[1],
     )  # fmt: skip
     ours, theirs = (list(loader(data, CROPPED, device).epoch(1)) for device in (CPU, None))
@@ -200,7 +243,7 @@ def test_a_device_without_memory_is_named(photos: Path, monkeypatch: pytest.Monk
 
     images = loader(folder(photos), CROPPED)
     monkeypatch.setattr("torchvision.io.decode_jpeg", full)
-    message = "cpu has no memory to decode 8 images: Error while decoding JPEG images: CUDA out of memory. Leave --load"
+    message = "cpu has no memory to make 8 images: Error while decoding JPEG images: CUDA out of memory. Leave --load"
     with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
         next(images.epoch(1))
 

@@ -1,14 +1,15 @@
-"""Encoded images with their random changes, made in loader processes; a device decodes and changes them.
+"""Images with random changes, made in loader processes for a device: encoded, or decoded and cropped by Pillow.
 
 The draws are those of timm's transform, in its order, from the same seeds as `autopar.train.data.samples.transformed`.
-So an image has the crop, flip, colours and erased box that it has without a device. Its pixels differ by rounding.
+So an image has the crop, flip, colours and erased box that it has without a device. What Pillow decoded and cropped has
+the same values too; pixels of a device's decoder and resize differ by rounding.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from autopar.train.data.images import Encoded, EncodedImages, Images
 from autopar.train.data.sampler import Key
 from autopar.train.data.samples import transformed
 from autopar.train.data.streams import Stream, Unreadable
-from autopar.train.data.transforms import MODES, RANDOM, Augmentation, Chain, Format
+from autopar.train.data.transforms import MODES, RANDOM, Augmentation, Chain, Format, in_mode
 from autopar.train.timm_optional import needed
 
 FLAG = "--loader gpu"
@@ -50,6 +51,18 @@ class Entry(NamedTuple):
     name: str
 
 
+@dataclass(frozen=True)
+class Cropped:
+    """Images from one loader process: pixels uint8 [images, height, width, channels], labels [images]."""
+
+    pixels: torch.Tensor
+    draws: tuple[Draws, ...]
+    labels: torch.Tensor
+
+    def pin_memory(self) -> Cropped:  # which torch's DataLoader calls
+        return replace(self, pixels=self.pixels.pin_memory())
+
+
 class Undecoded(NamedTuple):
     """Images from one loader process: bytes of all of them in one tensor, uint8 [bytes], and labels [images].
 
@@ -59,6 +72,10 @@ class Undecoded(NamedTuple):
     content: torch.Tensor
     entries: tuple[Entry, ...]
     labels: torch.Tensor
+
+    @property
+    def draws(self) -> Iterator[Draws]:
+        return (entry.draws for entry in self.entries)
 
 
 def check_device_images(images: Images | Stream, form: Format, augmentation: Augmentation) -> None:
@@ -149,25 +166,76 @@ class Drawing:
 
     def draws(self, image: Any) -> Draws:
         """Random changes of a PIL image, whose pixels are not read."""
-        ours, theirs = needed("timm.data.transforms", FLAG), needed("torchvision.transforms", FLAG)
-        erasing = needed("timm.data.random_erasing", FLAG).RandomErasing
         draws = Draws()
         for step in self.chain.steps:
-            if isinstance(step, ours.RandomResizedCropAndInterpolation):
-                box, mode = step.get_params(image, step.scale, step.ratio), step.interpolation
-                draws = draws._replace(
-                    crop=box, interpolation=(random.choice(mode) if isinstance(mode, tuple) else mode).value
-                )
-            elif isinstance(step, theirs.RandomHorizontalFlip):
-                draws = draws._replace(flip=bool(torch.rand(1, device="cpu") < step.p))
-            elif isinstance(step, theirs.ColorJitter):
-                order, *factors = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
-                changes = ((number, factors[number]) for number in order.tolist())
-                draws = draws._replace(colours=tuple(change for change in changes if change[1] is not None))
-            elif isinstance(step, erasing):
-                kept = step(torch.ones(1, self.form.side, self.form.side, device="cpu"))[0]
-                erased = (kept == 0).nonzero()
-                if len(erased):
-                    (top, left), (bottom, right) = erased[[0, -1]].tolist()
-                    draws = draws._replace(erased=(top, left, bottom + 1 - top, right + 1 - left))
+            draws = drawn(step, image, draws, self.form.side)
         return draws
+
+
+@dataclass(frozen=True)
+class Cropping:
+    """Part of timm's transform that runs in loader processes if these decode, and a device does the rest.
+
+    Args:
+        chain: timm's transform.
+        steps, left: its steps on PIL images that run here, and those of which only draws are made.
+    """
+
+    chain: Chain
+    form: Format
+    steps: tuple[Any, ...]
+    left: tuple[Any, ...]
+
+    @staticmethod
+    def of(chain: Chain, form: Format) -> Cropping | None:
+        """The part; None if a device cannot do the rest of the transform."""
+        theirs = needed("torchvision.transforms", "Reading images")
+        steps = tuple(chain.steps)
+        end = next(i for i, step in enumerate(steps) if isinstance(step, theirs.ToTensor))
+        if end and isinstance(steps[end - 1], theirs.ColorJitter) and steps[end - 1].hue is None:
+            end -= 1
+        return Cropping(chain, form, steps[:end], steps[end:]) if len(chain.transforms) == 1 else None
+
+    def __call__(self, image: Any) -> tuple[np.ndarray, Draws]:
+        """Pixels uint8 [height, width, channels] of a PIL image, and the changes that are left."""
+        image = in_mode(image, self.chain.mode)
+        for step in self.steps:
+            image = step(image)
+        draws = Draws()
+        for step in self.left:
+            draws = drawn(step, image, draws, self.form.side)
+        pixels = np.asarray(image)
+        return pixels.reshape(*pixels.shape[:2], -1), draws
+
+
+def collate_cropped(samples: Sequence[tuple[tuple[np.ndarray, Draws], int] | Unreadable]) -> Cropped | Unreadable:
+    """Samples of a `Cropping` as a share of a batch; or the first unreadable one."""
+    pixels, draws, labels = [], [], []
+    for sample in samples:
+        if isinstance(sample, Unreadable):
+            return sample
+        (image, changes), label = sample
+        pixels.append(image)
+        draws.append(changes)
+        labels.append(label)
+    return Cropped(torch.from_numpy(np.stack(pixels)), tuple(draws), torch.tensor(labels, device="cpu"))
+
+
+def drawn(step: Any, image: Any, draws: Draws, side: int) -> Draws:
+    """Draws with what one step of timm's transform draws for a PIL image, whose pixels are not read."""
+    ours, theirs = needed("timm.data.transforms", FLAG), needed("torchvision.transforms", FLAG)
+    if isinstance(step, ours.RandomResizedCropAndInterpolation):
+        box, mode = step.get_params(image, step.scale, step.ratio), step.interpolation
+        return draws._replace(crop=box, interpolation=(random.choice(mode) if isinstance(mode, tuple) else mode).value)
+    if isinstance(step, theirs.RandomHorizontalFlip):
+        return draws._replace(flip=bool(torch.rand(1, device="cpu") < step.p))
+    if isinstance(step, theirs.ColorJitter):
+        order, *factors = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
+        changes = ((number, factors[number]) for number in order.tolist())
+        return draws._replace(colours=tuple(change for change in changes if change[1] is not None))
+    if isinstance(step, needed("timm.data.random_erasing", FLAG).RandomErasing):
+        erased = (step(torch.ones(1, side, side, device="cpu"))[0] == 0).nonzero()
+        if len(erased):
+            (top, left), (bottom, right) = erased[[0, -1]].tolist()
+            return draws._replace(erased=(top, left, bottom + 1 - top, right + 1 - left))
+    return draws
