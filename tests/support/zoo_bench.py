@@ -76,8 +76,8 @@ def table(folder: Path) -> Iterator[str]:
     results = [json.loads(file.read_text()) for file in files]
     machines = " and ".join(sorted({result["machine"] for result in results}))
     yield (
-        f"Training steps in bf16 on {machines}, against the fastest of: blocks under torch.compile, the whole model, the "
-        "whole model with CUDA graphs. Below 0 %, less was predicted than measured:"
+        f"Training steps in bf16 on {machines}, against the fastest of: blocks under torch.compile, the whole model, "
+        "the whole model with CUDA graphs. Below 0 %, less was predicted than measured:"
     )
     yield ""
     yield "| model, images | autopar | torch.compile | predicted step | predicted peak |"
