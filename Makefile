@@ -34,7 +34,7 @@ test: $(VENV)/dev.stamp
 
 # Whole matrices, and as many random examples as each test asks for.
 test-full: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest --full -n auto --maxprocesses 8 --dist loadfile --durations=60
+	$(BIN)/python -m pytest --full -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=60
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -113,8 +113,11 @@ TORCHRUN = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("everyone", [False, True], ids=["caller", "all"])
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["pool", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "everyone"),
+    [((), False), ((), True), (TORCHRUN, True)],  # torchrun passes SIGTERM on to all
+    ids=["pool-caller", "pool-all", "torchrun-all"],
+)
 def test_sigterm_saves_and_the_same_command_goes_on(alone, tmp_path, launcher, everyone):
     """To the first process alone, or to all processes of the job, as Slurm and systemd send it."""
     run = ["train", *SHORT, "--dp", "2", "--devices", "2", "--workers", "1", "-o", "out", "--resume", "auto"]

@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.solve.space.constraints import USABLE_MEMORY
 from autopar.trace.call import as_call
 
-LIMITS = 8
+LIMITS, FEW_LIMITS = 8, 4  # few where all meshes are searched
 # Cuts come from a local search. With 21 limits a step was up to 0.01 % longer than with less memory (ResNet-50).
 SLACK = 1.01
 # Model, devices, batch, and what is asked; the first has nothing asked. Other schedules only take longer to search.
@@ -41,8 +41,9 @@ def test_more_memory_is_no_slower(name: str) -> None:
     graph = lower_example(request)
     free = plan_graph(request, graph, hardware).prediction
     most, fitting, seconds = max(free.peak_bytes), 0, inf
-    for i in range(LIMITS):
-        limit = int(most * 0.15 * (1.05 / 0.15) ** (i / (LIMITS - 1)))
+    limits = LIMITS if asked else FEW_LIMITS
+    for i in range(limits):
+        limit = int(most * 0.15 * (1.05 / 0.15) ** (i / (limits - 1)))
         try:
             limited = replace(request, options=replace(request.options, memory=limit))
             prediction = plan_graph(limited, graph, hardware).prediction
@@ -52,4 +53,4 @@ def test_more_memory_is_no_slower(name: str) -> None:
         assert max(prediction.peak_bytes) <= USABLE_MEMORY * limit
         assert prediction.step_seconds <= SLACK * seconds, f"slower with {limit} bytes"
         fitting, seconds = fitting + 1, prediction.step_seconds
-    assert fitting >= 3 and seconds == pytest.approx(free.step_seconds, rel=SLACK - 1)
+    assert fitting >= (3 if asked else 2) and seconds == pytest.approx(free.step_seconds, rel=SLACK - 1)
