@@ -269,7 +269,8 @@ def training_loader(
 ) -> PartLoader:
     """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
 
-    A rank's GPU normalises them and changes their colours, which costs processors as much time as the crop.
+    A rank's GPU changes their colours and normalises them, which would take processors as long as decoding, and batches
+    stay there.
 
     Args:
         batch_size: samples of one update, over all devices and accumulation steps.
