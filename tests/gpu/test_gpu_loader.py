@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.cli import invoke
 from support.pictures import smooth, write_jpegs
 from support.train_cli import TINY, losses
@@ -73,8 +76,13 @@ def test_training_images_of_nvjpeg(options: dict[str, Any], photos: Path, monkey
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": Mixup(4, 0.4, 1.0), "channels_last": True}])
-def test_a_gpu_finishes_images_as_processes_do(options: dict[str, Any], photos: Path) -> None:
-    data = load_data("imagefolder", Wanted(64, folder=photos))
+def test_a_gpu_finishes_images_as_processes_do(options: dict[str, Any], photos: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(photos, tmp_path / "photos")
+    for level in range(1, 40, 2):  # half of one level, half of the next: the mean is a tie
+        pixels = np.full((224, 224, 3), level, np.uint8)
+        pixels[:112] += 1
+        Image.fromarray(pixels).save(root / "train" / "class0" / f"tie{level}.png")
+    data = load_data("imagefolder", Wanted(224, folder=root))  # of which the inverse of the area is not exact
     ours = training_batches(data, torch.device("cuda", 0), 2, decode=False, **options)
     for batch, other in zip(ours, training_batches(data, None, **options), strict=True):
         assert batch.x.device.type == "cuda" and batch.x.stride() == other.x.stride()

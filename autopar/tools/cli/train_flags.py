@@ -133,7 +133,7 @@ class AugmentationFlags:
     color_jitter: Annotated[float | None, Option(min=0, help="Strength of colour changes.", metavar="X")] = None
     aa: Annotated[
         str | None,
-        Option(help="AutoAugment policy of timm: rand-m9-mstd0.5, augmix-m3, 3a, original, v0, …", metavar="NAME"),
+        Option(help="AutoAugment policy of timm: rand-m9-mstd0.5, augmix-m3, 3a, original, …", metavar="NAME"),
     ] = None
     reprob: Annotated[
         float | None, Option(min=0, max=1, help="Probability of erasing a part of an image.", metavar="P")

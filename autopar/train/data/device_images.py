@@ -23,7 +23,8 @@ from autopar.train.data.transforms import MODES, Chain, Format
 from autopar.train.timm_optional import needed
 
 DECODED_BYTES = 1 << 28  # pixels that are on the device at once before they are resized, except of one larger image
-AT_ONCE = 32  # images that are changed at once: their values stay in the GPU's cache from one kernel to the next
+# Pixels that are changed at once, 32 images of 224: their values stay in the GPU's cache from kernel to kernel.
+PIXELS_AT_ONCE = 32 * 224**2
 GREY = (19595, 38470, 7471)  # weights of colours in Pillow's mode L, of 2**16
 CONTRAST, SATURATION = 1, 2  # numbers of colour changes in torchvision's ColorJitter; brightness is 0
 
@@ -35,8 +36,11 @@ class DeviceTransform:
 
     def __init__(self, form: Format, device: torch.device, layout: torch.memory_format) -> None:
         self.form, self.device, self.layout = form, device, layout
-        self.mean, self.std = (self.on_device(values)[None, :, 0] for values in (form.mean, form.std))
-        self.largest = self.on_device([255.0])  # a tensor, since a GPU multiplies by the inverse of a number
+        # Tensors, since a GPU multiplies by the inverse of a number; of the default dtype, as timm's.
+        kind = torch.get_default_dtype()
+        self.mean, self.std = (self.on_device(values, kind)[None, :, 0] for values in (form.mean, form.std))
+        self.largest, self.area = self.on_device([255.0], kind), self.on_device([form.side**2], torch.float64)
+        self.at_once = max(1, PIXELS_AT_ONCE // form.side**2)
 
     def __call__(self, shares: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Batch of the images of all loader processes: x on the device, labels [batch].
@@ -63,7 +67,7 @@ class DeviceTransform:
             x = torch.where(self.on_device([own.flip for own in draws]), x.flip(3), x)
         if any(own.colours for own in draws):
             x = self.recoloured(x, [own.colours for own in draws])
-        out.copy_(x.div_(self.largest).sub_(self.mean).div_(self.std))
+        out.copy_(x.to(out.dtype).div_(self.largest).sub_(self.mean).div_(self.std))
         for image, own in zip(out, draws, strict=True):
             if own.erased is not None:
                 top, left, height, width = own.erased
@@ -75,14 +79,15 @@ class DeviceTransform:
             factor = self.on_device([value for _, value in changes])
             contrast, saturation = (self.on_device([n == kind for n, _ in changes]) for kind in (CONTRAST, SATURATION))
             grey = grey_levels(x)
-            mean = grey.mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
+            sums = grey.sum((1, 2, 3), keepdim=True, dtype=torch.float64)
+            mean = sums.div_(self.area).add_(0.5).floor_().float()
             other = contrast * mean + saturation * grey  # black for brightness
             x = (x - other).mul_(factor).add_(other).clamp_(0, 255).floor_()
         return x
 
-    def on_device(self, values: Sequence[float]) -> torch.Tensor:
+    def on_device(self, values: Sequence[float], kind: torch.dtype = torch.float32) -> torch.Tensor:
         """A number or truth value for each image, [batch, 1, 1, 1]."""
-        kind = torch.bool if isinstance(values[0], bool) else torch.float32
+        kind = torch.bool if isinstance(values[0], bool) else kind
         return torch.tensor(values, dtype=kind, device=self.device).view(-1, 1, 1, 1)
 
 
@@ -101,7 +106,7 @@ class CroppedTransform(DeviceTransform):
     def levels(self, shares: Sequence[Cropped]) -> Iterator[torch.Tensor]:
         for share in shares:
             pixels = share.pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            for part in pixels.split(AT_ONCE):
+            for part in pixels.split(self.at_once):
                 yield part.contiguous().float()
 
 
@@ -141,8 +146,8 @@ class EncodedTransform(DeviceTransform):
             images = [self.resized(image, entry.draws) for image, entry in zip(decoded, entries[group], strict=True)]
             if self.device.type == "cuda":  # the decoder's stream does not wait for work on memory that it gets again
                 torch.cuda.current_stream(self.device).synchronize()
-            for first in range(0, len(images), AT_ONCE):
-                yield torch.cat(images[first : first + AT_ONCE]).clamp_(0, 255).round_()
+            for first in range(0, len(images), self.at_once):
+                yield torch.cat(images[first : first + self.at_once]).clamp_(0, 255).round_()
 
     def decoded(self, contents: Sequence[torch.Tensor], entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Images uint8 [channels, height, width] on the device."""

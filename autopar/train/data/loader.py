@@ -166,16 +166,21 @@ class PartLoader:
         self.sampler.start(number, first)
         if self.stream is not None:
             self.stream.set_start(number, first)
-        for batch, (part, count) in enumerate(zip(self.parts(), self.sampler.counts(), strict=True), first):
+        parts = self.parts()
+        for batch, count in enumerate(self.sampler.counts(), first):
+            part = next(parts)  # zip would keep it, and its memory on a GPU, until the next one
             if isinstance(part, Unreadable):
                 raise UsageError(part.reason)
             x, y = part
+            del part
             update = ((number - 1) * len(self) + batch) // self.group
             if self.device_batches is not None:
                 x, y = self.device_batches.mixed(self.mixup, x, y, update)
             elif self.mixup is not None:
                 x, y = self.mixup(x, y, update)
-            yield Batch(x, y, count)
+            made = [Batch(x, y, count)]
+            del x, y
+            yield made.pop()
 
 
 def label_parts(

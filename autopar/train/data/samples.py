@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,19 +30,26 @@ class ImageSamples(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> tuple[Any, int] | Unreadable:
         try:
-            image = self.images.image(key.index)
+            image = transformed(self.transform, self.images.image(key.index), self.seed, key)
         except UsageError as error:
             return Unreadable(str(error))
-        label = int(self.images.labels[key.index])
-        return transformed(self.transform, image, self.seed, key), label
+        return image, int(self.images.labels[key.index])
 
 
 def transformed(transform: Callable[[Any], T], image: Any, seed: int | None, key: Key) -> T:
-    """Result of a transform of an image; random changes are drawn from seed and key, unless the seed is None."""
-    if seed is None:
-        return transform(image)
-    with seeded(seed, *key):
-        return transform(image)
+    """Result of a transform of an image; random changes are drawn from seed and key, unless the seed is None.
+
+    Raises:
+        UsageError: Pillow cannot change the image so.
+    """
+    try:
+        with nullcontext() if seed is None else seeded(seed, *key):
+            return transform(image)
+    except ValueError as error:
+        raise UsageError(
+            f"Pillow cannot change image {key.index} of {'×'.join(map(str, image.size))} as timm's transform asks: "
+            f"{error}. Change --aa, or the image."
+        ) from error
 
 
 @contextmanager
@@ -82,10 +89,9 @@ def collate_encoded(
     made: list[tuple[Any, int]] = []
     for key, sample in samples:
         try:
-            image = sample.decoded()
+            made.append((transformed(transform, sample.decoded(), seed, key), sample.label))
         except UsageError as error:
             return Unreadable(str(error))
-        made.append((transformed(transform, image, seed, key), sample.label))
     return collate(made) if made else None
 
 

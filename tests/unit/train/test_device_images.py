@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from autopar.train.data.datasets import PHOTO_AUGMENTATION
 from autopar.train.data.device_images import groups
 from autopar.train.data.device_samples import check_device_images
 from autopar.train.data.loader import PartLoader
-from autopar.train.data.transforms import evaluation_transform, image_format, training_transform
+from autopar.train.data.transforms import Chain, evaluation_transform, image_format, training_transform
 
 CPU = torch.device("cpu")
 TRAIN, SIDE = 16, 32
@@ -150,6 +152,53 @@ def test_images_that_processes_crop_are_finished_without_a_difference(
     assert len(ours) == TRAIN // 8 and same(ours, theirs)
     layout = torch.channels_last if "channels_last" in options else torch.contiguous_format
     assert all(own.x.is_contiguous(memory_format=layout) and own.x.dtype == torch.float32 for own in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_images_have_the_default_dtype(dtype: torch.dtype, photos: Path) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        data = folder(photos)
+        ours, theirs = (list(loader(data, PHOTO_AUGMENTATION, device, decode=False).epoch(1)) for device in (CPU, None))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(ours, theirs) and ours[0].x.dtype == dtype
+
+
+@pytest.mark.parametrize("mixup", [None, Mixup(4, 0.4, 1.0)])
+def test_a_batch_is_freed_when_the_next_one_is_asked_for(
+    mixup: Mixup | None, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            x, y = real(*args)
+            made.append(weakref.ref(x))
+            return x, y
+
+        return call
+
+    monkeypatch.setattr(device_images.DeviceTransform, "__call__", noted(device_images.DeviceTransform.__call__))
+    monkeypatch.setattr(Mixup, "__call__", noted(Mixup.__call__))
+    repeated = loader(folder(photos), CROPPED, decode=False, mixup=mixup, repeats=3)
+    for batch in repeated.epoch(1):
+        time.sleep(0.2)  # until the next one is made
+        assert sum(each() is not None for each in made) <= 2, "this one and the next one"
+        del batch
+    assert len(made) == (2 if mixup is None else 4)
+
+
+def test_what_pillow_cannot_do_names_the_image(photos: Path) -> None:
+    def refuse(image: Any) -> Any:
+        raise ValueError("bits must be between or equal to 1 and 8")
+
+    data = folder(photos)
+    sampler = PartSampler(num_images(data.train), 8, seed=5)
+    images = PartLoader(data.train, sampler, Chain("RGB", (refuse,)), data.form, random_seed=5)
+    message = r"^Pillow cannot change image \d+ of \d+×\d+ as timm's transform asks: bits must be between or equal to 1"
+    with pytest.raises(UsageError, match=message):
+        next(images.epoch(1))
 
 
 def test_test_images_that_processes_crop(photos: Path) -> None:
