@@ -142,10 +142,10 @@ class EncodedTransform(DeviceTransform):
         entries = [entry for share in shares for entry in share.entries]
         contents = [part for s in shares for part in s.content.split([entry.num_bytes for entry in s.entries])]
         for group in groups([prod(entry.shape) for entry in entries]):
-            decoded = self.decoded(contents[group], entries[group])
-            images = [self.resized(image, entry.draws) for image, entry in zip(decoded, entries[group], strict=True)]
             if self.device.type == "cuda":  # the decoder's stream does not wait for work on memory that it gets again
                 torch.cuda.current_stream(self.device).synchronize()
+            decoded = self.decoded(contents[group], entries[group])
+            images = [self.resized(image, entry.draws) for image, entry in zip(decoded, entries[group], strict=True)]
             for first in range(0, len(images), self.at_once):
                 yield torch.cat(images[first : first + self.at_once]).clamp_(0, 255).round_()
 
