@@ -22,7 +22,7 @@ from autopar.api.module_attributes import OF_MODEL, missing_attribute
 from autopar.api.precision import warn_of_autocast
 from autopar.api.program_cache import ProgramCache
 from autopar.api.scheduler_handle import SchedulerHandle
-from autopar.api.state_dict import misfit
+from autopar.api.state_dict import misfit, with_versions
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError, caller_level
 from autopar.ir.checkpoint_header import Header
@@ -79,6 +79,7 @@ class ParallelModel:
         self._state_names = [name for name in state if name in self._aliases]
         # What the modules' get_extra_state() returned: no tensors of the graph, so no rank has them.
         self._extra_state = {name: value for name, value in state.items() if name not in self._aliases}
+        self._versioned = with_versions({}, state)
 
     # -- data --------------------------------------------------------------------------------------------------
 
@@ -314,7 +315,8 @@ class ParallelModel:
         """
         with self._dispatcher.compared("state_dict", reads_only=True):
             merged = assembled(self._call("state"), self._spec.storage, self.plan.mesh)
-        return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
+        found = {name: merged[self._aliases[name]] for name in self._state_names}
+        return with_versions(found | self._extra_state, self._versioned)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict of the unmodified model. Under torchrun all ranks call this, and load rank 0's tensors.
@@ -351,7 +353,8 @@ class ParallelModel:
         self._check_ema()
         with self._dispatcher.compared("ema_state_dict", reads_only=True):
             merged = assembled(self._call("ema_state"), self._spec.storage, self.plan.mesh)
-        return {name: merged[self._aliases[name]] for name in self._state_names} | self._extra_state
+        found = {name: merged[self._aliases[name]] for name in self._state_names}
+        return with_versions(found | self._extra_state, self._versioned)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

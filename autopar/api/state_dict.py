@@ -1,7 +1,8 @@
-"""Comparison of a user's state dict with the model that it is to be loaded into."""
+"""State dicts: whether a user's fits the model that it is to be loaded into, and versions of modules."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -44,3 +45,13 @@ def misfit(
         if tensor.is_meta:
             return f"{name} in the state dict is on the meta device and holds no numbers."
     return ""
+
+
+def with_versions(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with the versions of modules that another one has; torchvision's MNASNet loads none without.
+
+    They are its attribute ``_metadata``, which is not public in torch 2.11 to 2.15; a file of safetensors has none.
+    """
+    versioned = OrderedDict(state)
+    versioned._metadata = getattr(like, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    return versioned

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.api.checkpoint import read_weights
 from autopar.api.model_source import ModelSource
+from autopar.api.state_dict import with_versions
 from autopar.errors import UsageError
 from autopar.tools.cli.train_request import Run
 from autopar.train import last_of
@@ -118,17 +119,14 @@ def torchvision_pretrained(source: ModelSource, name: str) -> nn.Module:
     weights = torchvision_weights(name)
     model, classes = source.build("cpu"), len(weights.meta["categories"])
     new = model.state_dict()
+    published = weights.get_state_dict(progress=False)
     # As torchvision's builders, which have no auxiliary classifiers with aux_logits=False.
-    state = {
-        key: value
-        for key, value in weights.get_state_dict(progress=False).items()
-        if key in new or not key.startswith(("aux", "AuxLogits"))
-    }
+    state = {key: value for key, value in published.items() if key in new or not key.startswith(("aux", "AuxLogits"))}
     for key in [key for key, value in state.items() if key in new and new[key].shape != value.shape]:
         if state[key].shape[0] == classes:
             state[key] = new[key]
     check_fits(state, model, str(weights), source.name)
-    model.load_state_dict(state)
+    model.load_state_dict(with_versions(state, published))
     return model
 
 
@@ -151,7 +149,7 @@ def load(model: nn.Module, path: Path, name: str) -> None:
                 f"{str(error).removesuffix('.')}. Give a .safetensors file, or a state dict of torch.save."
             ) from error
     check_fits(state, model, f"--initial-checkpoint {path}", name)
-    model.load_state_dict(state)
+    model.load_state_dict(with_versions(state, model.state_dict()))
 
 
 def check_fits(state: Mapping[str, Any], model: nn.Module, title: str, name: str) -> None:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from autopar.api.state_dict import with_versions
 from autopar.ir.files import replacing
 
 
@@ -34,5 +35,5 @@ def exported_updates(path: Path) -> int | None:
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
     """Load the weights of a file into a model and return it in eval mode; all names must match."""
-    model.load_state_dict(load_file(path))
+    model.load_state_dict(with_versions(load_file(path), model.state_dict()))
     return model.eval()

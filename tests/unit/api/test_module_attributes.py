@@ -8,6 +8,7 @@ import io
 import pickle
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import autopar
 from autopar import ParallelModel, UsageError
 from autopar.api.module_attributes import OF_MODEL, OF_RESULT, OF_SCHEDULER
 from autopar.api.step_result import StepResult
+from autopar.train.run.weights import load_weights, save_weights
 
 X, Y = torch.randn(4, 8), torch.randint(0, 4, (4,))
 
@@ -78,3 +80,29 @@ def test_a_model_is_neither_copied_nor_pickled(pm: ParallelModel) -> None:
             attempt(pm)
     again = pickle.loads(pickle.dumps(result := pm.train_step(X, Y)))
     assert again.loss == result.loss == copy.deepcopy(result).loss
+
+
+class Versioned(nn.Linear):
+    """As torchvision's MNASNet, loads no weights without a version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *more: Any) -> None:
+        assert metadata.get("version") == 2
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+def test_state_dicts_have_the_versions_of_modules(tmp_path: Path) -> None:
+    model, file = Versioned(8, 4), tmp_path / "model.safetensors"
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with autopar.parallelize(nn.Sequential(model), 1, X, optimizer=sgd, microbatches=1) as pm:
+        pm.train_step(X, Y)
+        state = pm.state_dict()
+    assert not torch.equal(model.weight, state["0.weight"])
+    whole = nn.Sequential(model)
+    whole.load_state_dict(state)
+    assert torch.equal(model.weight, state["0.weight"])
+    save_weights(state, file)
+    nn.init.zeros_(model.weight)
+    load_weights(whole, file)
+    assert torch.equal(model.weight, state["0.weight"])
