@@ -69,7 +69,7 @@ def measure(families: Collection[str], folder: Path, limit: float) -> None:
 
 
 def table(folder: Path) -> Iterator[str]:
-    """What was measured, and a row for each measured family."""
+    """A sentence that names the machines, and a row for each measured family."""
     files = [file for family in MEASURED if (file := folder / f"{family}.json").exists()]
     if not files:
         return

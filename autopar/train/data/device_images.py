@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ GREY = (19595, 38470, 7471)  # weights of colours in Pillow's mode L, of 2**16
 CONTRAST, SATURATION = 1, 2  # numbers of colour changes in torchvision's ColorJitter; brightness is 0
 
 
-class DeviceTransform:
+class DeviceTransform(ABC):
     """Part of timm's transform that runs on a device, for whole batches."""
 
     remedy = "Plan with less --memory."
@@ -57,9 +58,9 @@ class DeviceTransform:
             first = end
         return x, torch.cat([share.labels for share in shares])
 
+    @abstractmethod
     def levels(self, shares: Sequence[Any]) -> Iterator[torch.Tensor]:
         """Cropped images in order, float32 [images, channels, side, side] of whole values to 255, a few at a time."""
-        raise NotImplementedError
 
     def finish(self, x: torch.Tensor, draws: Sequence[Draws], out: torch.Tensor) -> None:
         """Write images with flips, changed colours, normalised values and erased boxes."""
@@ -205,8 +206,7 @@ class DeviceBatches:
     def __init__(self, transform: DeviceTransform) -> None:
         self.transform, self.device = transform, transform.device
         cuda = self.device.type == "cuda"
-        # Their few short kernels go before those of a training step, or each would wait for a gap between these. Mixing
-        # does not wait for the next batch's decoding.
+        # Of a priority above that of training steps. Mixing does not wait for the next batch's decoding.
         self.making, self.mixing = [torch.cuda.Stream(self.device, -1) if cuda else None for _ in range(2)]
 
     def batches(self, shares: Iterator[list[Any] | Unreadable]) -> Iterator[Any]:
