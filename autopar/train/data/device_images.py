@@ -1,135 +1,53 @@
-"""Batches finished on a device, from images and draws of loader processes."""
+"""Batches made on a device, from images and draws of loader processes."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.train.data.device_samples import FLAG, Cropped, Draws, Entry, Undecoded
+from autopar.train.data.device_samples import FLAG, Share
 from autopar.train.data.images import Encoded
 from autopar.train.data.mixup import Mixup
 from autopar.train.data.streams import Unreadable
 from autopar.train.data.transforms import MODES, Chain, Format
 from autopar.train.timm_optional import needed
 
-DECODED_BYTES = 1 << 28  # pixels that are on the device at once before they are resized, except of one larger image
-# Pixels that are changed at once, 32 images of 224: their values stay in the GPU's cache from kernel to kernel.
-PIXELS_AT_ONCE = 32 * 224**2
-GREY = (19595, 38470, 7471)  # weights of colours in Pillow's mode L, of 2**16
-CONTRAST, SATURATION = 1, 2  # numbers of colour changes in torchvision's ColorJitter; brightness is 0
+DECODED_BYTES = 1 << 28  # pixels that are decoded at once, except of one larger image
 
 
-class DeviceTransform(ABC):
-    """Part of timm's transform that runs on a device, for whole batches."""
-
-    remedy = "Plan with less --memory."
-
-    def __init__(self, form: Format, device: torch.device, layout: torch.memory_format) -> None:
-        self.form, self.device, self.layout = form, device, layout
-        # Tensors, since a GPU multiplies by the inverse of a number; of the default dtype, as timm's.
-        kind = torch.get_default_dtype()
-        self.mean, self.std = (self.on_device(values, kind)[None, :, 0] for values in (form.mean, form.std))
-        self.largest, self.area = self.on_device([255.0], kind), self.on_device([form.side**2], torch.float64)
-        self.at_once = max(1, PIXELS_AT_ONCE // form.side**2)
-
-    def __call__(self, shares: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Batch of the images of all loader processes: x on the device, labels [batch].
-
-        Raises:
-            UsageError: an image cannot be decoded; names it.
-        """
-        draws = [own for share in shares for own in share.draws]
-        x = torch.empty((len(draws), *self.form.shape), device=self.device, memory_format=self.layout)
-        first = 0
-        for part in self.levels(shares):
-            end = first + len(part)
-            self.finish(part, draws[first:end], x[first:end])
-            first = end
-        return x, torch.cat([share.labels for share in shares])
-
-    @abstractmethod
-    def levels(self, shares: Sequence[Any]) -> Iterator[torch.Tensor]:
-        """Cropped images in order, float32 [images, channels, side, side] of whole values to 255, a few at a time."""
-
-    def finish(self, x: torch.Tensor, draws: Sequence[Draws], out: torch.Tensor) -> None:
-        """Write images with flips, changed colours, normalised values and erased boxes."""
-        if any(own.flip for own in draws):
-            x = torch.where(self.on_device([own.flip for own in draws]), x.flip(3), x)
-        if any(own.colours for own in draws):
-            x = self.recoloured(x, [own.colours for own in draws])
-        out.copy_(x.to(out.dtype).div_(self.largest).sub_(self.mean).div_(self.std))
-        for image, own in zip(out, draws, strict=True):
-            if own.erased is not None:
-                top, left, height, width = own.erased
-                image[:, top : top + height, left : left + width] = 0
-
-    def recoloured(self, x: torch.Tensor, colours: Sequence[tuple[tuple[int, float], ...]]) -> torch.Tensor:
-        """Images with brightness, contrast and saturation changed in each image's order; values equal Pillow's."""
-        for changes in zip(*colours, strict=True):
-            factor = self.on_device([value for _, value in changes])
-            contrast, saturation = (self.on_device([n == kind for n, _ in changes]) for kind in (CONTRAST, SATURATION))
-            grey = grey_levels(x)
-            sums = grey.sum((1, 2, 3), keepdim=True, dtype=torch.float64)
-            mean = sums.div_(self.area).add_(0.5).floor_().float()
-            other = contrast * mean + saturation * grey  # black for brightness
-            x = (x - other).mul_(factor).add_(other).clamp_(0, 255).floor_()
-        return x
-
-    def on_device(self, values: Sequence[float], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """A number or truth value for each image, [batch, 1, 1, 1]."""
-        kind = torch.bool if isinstance(values[0], bool) else kind
-        return torch.tensor(values, dtype=kind, device=self.device).view(-1, 1, 1, 1)
-
-
-def grey_levels(x: torch.Tensor) -> torch.Tensor:
-    """Whole levels [batch, 1, height, width] of colours [batch, channels, height, width] as in Pillow's mode L."""
-    if x.shape[1] == 1:
-        return x
-    red, green, blue = x.unbind(1)  # all sums are whole numbers below 2**24, which float32 holds
-    sums = (red * GREY[0]).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2]).add_(1 << 15)
-    return sums.div_(1 << 16).floor_().unsqueeze(1)
-
-
-class CroppedTransform(DeviceTransform):
-    """The part that is left of images that loader processes decoded and cropped."""
-
-    def levels(self, shares: Sequence[Cropped]) -> Iterator[torch.Tensor]:
-        for share in shares:
-            pixels = share.pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            for part in pixels.split(self.at_once):
-                yield part.contiguous().float()
-
-
-class EncodedTransform(DeviceTransform):
-    """Decoding, the crop, and the rest, of images that loader processes read.
+class DeviceTransform:
+    """Part of timm's transform that runs on a device, for whole batches.
 
     Args:
         chain: timm's transform.
+        decodes: whether the device decodes JPEGs; otherwise there are none.
     """
 
-    remedy = f"Leave {FLAG} out."
-
-    def __init__(self, chain: Chain, form: Format, device: torch.device, layout: torch.memory_format) -> None:
+    def __init__(
+        self, chain: Chain, form: Format, device: torch.device, layout: torch.memory_format, decodes: bool
+    ) -> None:
         """Prepare.
 
         Raises:
             UsageError: the device's decoder does not work here.
         """
-        super().__init__(form, device, layout)
-        self.chain, self.io = chain, needed("torchvision.io", FLAG)
+        from autopar.train.data import image_kernels  # Triton, which is part of torch for CUDA
+
+        self.form, self.device, self.layout, self.decodes = form, device, layout, decodes
+        self.remedy = f"Leave {FLAG} out." if decodes else "Plan with less --memory."
+        self.kernels, self.values = image_kernels, values_of_levels(chain, form).to(device)
+        if not decodes:
+            return
+        self.io = needed("torchvision.io", FLAG)
         self.mode = self.io.ImageReadMode.RGB if form.channels == 3 else self.io.ImageReadMode.GRAY
-        self.timm = needed("timm.data.transforms", FLAG)
         try:
             probe = self.io.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8, device="cpu"))
             self.io.decode_jpeg([probe], device=self.device)
@@ -139,29 +57,70 @@ class EncodedTransform(DeviceTransform):
                 "torchvision with nvJPEG."
             ) from error
 
-    def levels(self, shares: Sequence[Undecoded]) -> Iterator[torch.Tensor]:
-        entries = [entry for share in shares for entry in share.entries]
-        contents = [part for s in shares for part in s.content.split([entry.num_bytes for entry in s.entries])]
-        for group in groups([prod(entry.shape) for entry in entries]):
+    def __call__(self, shares: Sequence[Share]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Batch of the images of all loader processes: x on the device, labels [batch].
+
+        Raises:
+            UsageError: an image cannot be decoded; names it.
+        """
+        records = np.concatenate([share.records for share in shares])
+        shape = (len(records), *self.form.shape)
+        x = torch.empty(shape, dtype=self.values.dtype, device=self.device, memory_format=self.layout)
+        if self.decodes:
+            self.decode(shares, records, x)
+        else:
+            contents = [share.content.to(self.device, non_blocking=True) for share in shares]
+            sizes = [share.records["num_bytes"] for share in shares]
+            starts = [own.data_ptr() + size.cumsum() - size for own, size in zip(contents, sizes, strict=True)]
+            strides = np.ones((len(records), 3), np.int64) * [0, self.form.channels, 1]
+            strides[:, 0] = records["size"][:, 1] * self.form.channels
+            self.finish(np.concatenate(starts), strides, records, x)
+        return x, torch.cat([share.labels for share in shares])
+
+    def decode(self, shares: Sequence[Share], records: np.ndarray, out: torch.Tensor) -> None:
+        """Write a batch of which JPEGs are decoded here."""
+        names = [name for share in shares for name in share.names]
+        contents = [part for share in shares for part in share.content.split(share.records["num_bytes"].tolist())]
+        for group in groups((records["size"].prod(1) * self.form.channels).tolist()):
             if self.device.type == "cuda":  # the decoder's stream does not wait for work on memory that it gets again
                 torch.cuda.current_stream(self.device).synchronize()
-            decoded = self.decoded(contents[group], entries[group])
-            images = [self.resized(image, entry.draws) for image, entry in zip(decoded, entries[group], strict=True)]
-            for first in range(0, len(images), self.at_once):
-                yield torch.cat(images[first : first + self.at_once]).clamp_(0, 255).round_()
+            images = self.decoded(contents[group], records[group], names[group])
+            for image, size, name in zip(images, records[group]["size"].tolist(), names[group], strict=True):
+                if list(image.shape[1:]) != size:  # kernels read pixels by address
+                    found, said = ("×".join(map(str, sides)) for sides in (image.shape[1:], size))
+                    raise UsageError(f"Cannot read image {name}: it has {found} pixels, its header says {said}.")
+            strides = np.array([image.stride() for image in images])[:, [1, 2, 0]]
+            self.finish(np.array([image.data_ptr() for image in images]), strides, records[group], out[group])
 
-    def decoded(self, contents: Sequence[torch.Tensor], entries: Sequence[Entry]) -> list[torch.Tensor]:
-        """Images uint8 [channels, height, width] on the device."""
-        jpegs = [content for content, entry in zip(contents, entries, strict=True) if entry.is_jpeg]
-        names = [entry.name for entry in entries if entry.is_jpeg]
-        decoded = iter(self.decoded_jpegs(jpegs, names) if jpegs else ())
+    def finish(self, addresses: np.ndarray, strides: np.ndarray, records: np.ndarray, out: torch.Tensor) -> None:
+        """Write images, which are on the device, as the draws say.
+
+        Args:
+            addresses: of their first bytes.
+            strides: bytes from one row, pixel and channel to the next, [images, 3].
+        """
+        table = torch.from_numpy(table_of(addresses, strides, records)).to(self.device)
+        shape = (len(records), *self.form.shape)
+        levels = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        self.kernels.resize(table, taps(records), int(records["crop"][:, 2].max()), levels)
+        factors = torch.tensor(records["factors"], device=self.device) if (records["kinds"] >= 0).any() else None
+        self.kernels.finish(table, factors, levels, self.values, out)
+
+    def decoded(
+        self, contents: Sequence[torch.Tensor], records: np.ndarray, names: Sequence[str]
+    ) -> list[torch.Tensor]:
+        """Images on the device, uint8 [channels, height, width] of any strides."""
+        chosen = np.flatnonzero(records["jpeg"]).tolist()
+        jpegs = iter(self.decoded_jpegs([contents[n] for n in chosen], [names[n] for n in chosen]))
         return [
-            next(decoded) if entry.is_jpeg else content.view(entry.shape).to(self.device)
-            for content, entry in zip(contents, entries, strict=True)
+            next(jpegs) if jpeg else content.to(self.device).view(height, width, -1).permute(2, 0, 1)
+            for content, jpeg, (height, width) in zip(contents, records["jpeg"], records["size"].tolist(), strict=True)
         ]
 
     def decoded_jpegs(self, jpegs: list[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
         """JPEGs on the device. Those that the device's decoder refuses are decoded by Pillow, or named in its error."""
+        if not jpegs:
+            return []
         try:
             return self.io.decode_jpeg(jpegs, mode=self.mode, device=self.device)
         except RuntimeError as error:  # of all images, one of which it refuses; torchvision changes the types of others
@@ -173,20 +132,31 @@ class EncodedTransform(DeviceTransform):
         pixels = torch.from_numpy(np.array(image)).to(self.device)
         return [pixels.view(*pixels.shape[:2], -1).permute(2, 0, 1)]
 
-    def resized(self, image: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Image float32 [1, channels, side, side], of values to 255 that are not rounded yet."""
-        if draws.crop is not None:
-            top, left, height, width = draws.crop
-            part = image[None, :, top : top + height, left : left + width].float()
-            side = (self.form.side, self.form.side)
-            return F.interpolate(part, side, mode=draws.interpolation, antialias=True, align_corners=False)
-        for step in self.chain.steps[:2]:  # resize and crop of timm's evaluation transform
-            if isinstance(step, self.timm.CenterCropOrPad):  # takes one fill value of a tensor
-                parts = zip(image, step.fill, strict=True)
-                image = torch.cat([self.timm.center_crop_or_pad(c[None], step.size, fill) for c, fill in parts])
-            else:
-                image = step(image)
-        return image[None].float()
+
+def values_of_levels(chain: Chain, form: Format) -> torch.Tensor:
+    """Values that timm's transform makes of the levels 0 to 255, [channels, 256]."""
+    theirs = needed("torchvision.transforms", "Reading images")
+    levels: Any = np.arange(256, dtype=np.uint8)[None, :, None].repeat(form.channels, 2)
+    with torch.device("cpu"):
+        for step in chain.steps:
+            if isinstance(step, theirs.ToTensor | theirs.Normalize):
+                levels = step(levels)
+    return levels[:, 0].contiguous()
+
+
+def table_of(addresses: np.ndarray, strides: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """Table of `autopar.train.data.image_kernels`, int64 [images, columns]."""
+    crop = records["crop"]
+    places = [addresses + (crop[:, :2] * strides[:, :2]).sum(1), strides]
+    sizes = [crop[:, 2:], records["resized"], records["first"], records["cubic"]]
+    return np.column_stack([*sizes, *places, records["flip"], records["kinds"], records["erased"]]).astype(np.int64)
+
+
+def taps(records: np.ndarray) -> int:
+    """Most pixels that Pillow's resize reads for one of the result in a direction."""
+    scale = np.maximum(records["crop"][:, 2:] / records["resized"], 1.0)
+    support = np.ceil(scale * np.where(records["cubic"], 2, 1)[:, None])
+    return int(support.max()) * 2 + 1
 
 
 def groups(sizes: Sequence[int]) -> Iterator[slice]:

@@ -1,14 +1,14 @@
-"""Images with random changes, made in loader processes for a device: encoded, or decoded and cropped by Pillow.
+"""Images made in loader processes for a GPU, which does the rest of timm's transform: encoded, or decoded and cropped.
 
 The draws are those of timm's transform, in its order, from the same seeds as `autopar.train.data.samples.transformed`.
-So an image has the crop, flip, colours and erased box that it has without a device. What Pillow decoded and cropped has
-the same values too; pixels of a device's decoder and resize differ by rounding.
+So an image has the crop, flip, colours and erased box, and if Pillow decoded it the very values, that it has without a
+GPU. What a GPU cannot do, the processes do before.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,57 +25,84 @@ from autopar.train.data.transforms import MODES, RANDOM, Augmentation, Chain, Fo
 from autopar.train.timm_optional import needed
 
 FLAG = "--loader gpu"
-INTERPOLATIONS = ("bilinear", "bicubic")  # those with antialiasing on tensors
+INTERPOLATIONS = ("bilinear", "bicubic")  # those of a GPU
 END_OF_JPEG, TRAILING_BYTES = b"\xff\xd9", 64
+CONTRAST, SATURATION = 1, 2  # kinds of colour changes in torchvision's ColorJitter; brightness is 0
+# A process resizes a crop of more pixels than so many times the result's, so that a GPU's memory does not depend on it.
+LARGE_CROP = 4
 
 Box = tuple[int, int, int, int]  # top, left, height, width
+Pair = tuple[int, int]  # height, width
 
 
 class Draws(NamedTuple):
-    """Random changes of an image. ``colours`` are numbers and factors of colour changes, in order."""
+    """What is left of timm's transform of an image.
 
-    crop: Box | None = None
-    interpolation: str = ""
+    Args:
+        crop: part of the image that is resized, by default to its own size.
+        resized: size of the crop then.
+        first: row and column of the result in the resized crop.
+        kinds, factors: of the colour changes, in order; kind -1 is none.
+        erased: by default nothing.
+    """
+
+    crop: Box
+    resized: Pair
+    first: Pair = (0, 0)
+    cubic: bool = False
     flip: bool = False
-    colours: tuple[tuple[int, float], ...] = ()
-    erased: Box | None = None
+    kinds: tuple[int, ...] = (-1, -1, -1)
+    factors: tuple[float, ...] = (1.0, 1.0, 1.0)
+    erased: Box = (0, 0, 0, 0)
+
+    @staticmethod
+    def of(size: Pair) -> Draws:
+        """Nothing, of an image of a size."""
+        return Draws((0, 0, *size), size)
 
 
-class Entry(NamedTuple):
-    """An image in `Undecoded`: JPEG, or pixels uint8 of ``shape`` [channels, height, width]."""
+class Prepared(NamedTuple):
+    """A JPEG, uint8 [bytes], or pixels, uint8 [height, width, channels]; their size; what is left of the transform."""
 
-    num_bytes: int
-    shape: tuple[int, int, int]
-    is_jpeg: bool
+    content: np.ndarray
+    size: Pair
     draws: Draws
-    name: str
+
+
+# An image in a `Share`: whether its bytes are a JPEG's, their number, and the size of its pixels, before its draws.
+RECORD = np.dtype([
+    ("jpeg", "?"), ("num_bytes", "i8"), ("size", "i8", 2), ("crop", "i8", 4), ("resized", "i8", 2), ("first", "i8", 2),
+    ("cubic", "?"), ("flip", "?"), ("kinds", "i8", 3), ("factors", "f4", 3), ("erased", "i8", 4),
+], align=True)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cropped:
-    """Images from one loader process: pixels uint8 [images, height, width, channels], labels [images]."""
+class Share:
+    """Images of a batch from one loader process, their bytes one after another: a JPEG's, or [height, width, channels].
 
-    pixels: torch.Tensor
-    draws: tuple[Draws, ...]
-    labels: torch.Tensor
+    One tensor holds them all, since each tensor from a process would be an open file.
 
-    def pin_memory(self) -> Cropped:  # which torch's DataLoader calls
-        return replace(self, pixels=self.pixels.pin_memory())
-
-
-class Undecoded(NamedTuple):
-    """Images from one loader process: bytes of all of them in one tensor, uint8 [bytes], and labels [images].
-
-    A tensor for each image would be an open file for each image.
+    Args:
+        content: uint8 [bytes].
+        records: of each image, of type `RECORD`.
+        names: of JPEGs, for messages; others may have none.
+        labels: [images].
     """
 
     content: torch.Tensor
-    entries: tuple[Entry, ...]
+    records: np.ndarray
+    names: tuple[str, ...]
     labels: torch.Tensor
 
-    @property
-    def draws(self) -> Iterator[Draws]:
-        return (entry.draws for entry in self.entries)
+    @staticmethod
+    def of(images: Sequence[Prepared], names: Sequence[str], labels: Sequence[int]) -> Share:
+        """Share of images."""
+        rows = [(content.ndim == 1, content.size, size, *draws) for content, size, draws in images]
+        content = torch.from_numpy(np.concatenate([image.content.reshape(-1) for image in images]))
+        return Share(content, np.array(rows, RECORD), tuple(names), torch.tensor(labels, device="cpu"))
+
+    def pin_memory(self) -> Share:  # which torch's DataLoader calls
+        return replace(self, content=self.content.pin_memory())
 
 
 def check_device_images(images: Images | Stream, form: Format, augmentation: Augmentation) -> None:
@@ -112,113 +139,110 @@ class EncodedSamples(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Part of timm's transform that runs in loader processes; draws depend on ``seed``, None without any, and key.
+class Preparation:
+    """Part of timm's transform that loader processes do for a GPU.
 
     Args:
-        chain: timm's transform.
+        steps, left: steps on PIL images that are done here, and those of which only draws are made.
+        seed: of draws from encoded images, which depend on it and an image's key; None without any.
     """
 
-    chain: Chain
-    form: Format
+    mode: str
+    side: int
+    steps: tuple[Any, ...]
+    left: tuple[Any, ...]
     seed: int | None
 
-    def collate(self, samples: Sequence[tuple[Key, Encoded] | Unreadable]) -> Undecoded | Unreadable | None:
-        """Images of one batch; the first unreadable one stands for all; None without any."""
-        contents: list[bytes] = []
-        entries: list[Entry] = []
-        labels: list[int] = []
-        for sample in samples:
-            if isinstance(sample, Unreadable):
-                return sample
-            try:
-                content, entry = self.entry(*sample)
-            except UsageError as error:
-                return Unreadable(str(error))
-            contents.append(content)
-            entries.append(entry)
-            labels.append(sample[1].label)
-        if not entries:
+    @staticmethod
+    def of(chain: Chain, form: Format, seed: int | None) -> Preparation | None:
+        """The part; None if a GPU can do nothing after it."""
+        if len(chain.transforms) > 1:
             return None
-        content = torch.frombuffer(bytearray().join(contents), dtype=torch.uint8)
-        return Undecoded(content, tuple(entries), torch.tensor(labels, device="cpu"))
+        steps = tuple(chain.steps)
+        done = next((n for n in range(len(steps), 0, -1) if not a_gpu_does(steps[n - 1], n == 1, form)), 0)
+        return Preparation(chain.mode, form.side, steps[:done], steps[done:], seed)
 
-    def entry(self, key: Key, sample: Encoded) -> tuple[bytes, Entry]:
-        """Bytes and draws of an image; what nvJPEG does not decode is decoded by Pillow here.
+    def __call__(self, image: Any) -> Prepared:
+        """Pixels of a PIL image, cropped, and what is left."""
+        image = in_mode(image, self.mode)
+        for step in self.steps:
+            image = step(image)
+        draws = self.draws(image)
+        top, left, height, width = draws.crop
+        image = image.crop((left, top, left + width, top + height))
+        if height * width > LARGE_CROP * self.side**2:
+            resampling = needed("PIL.Image", "Reading images", "pillow").Resampling
+            image = image.resize(draws.resized[::-1], resampling.BICUBIC if draws.cubic else resampling.BILINEAR)
+            top, left = draws.first
+            image = image.crop((left, top, left + self.side, top + self.side))
+            draws = draws._replace(first=(0, 0), resized=(self.side, self.side))
+        size = (image.height, image.width)
+        return Prepared(np.asarray(image).reshape(*size, -1), size, draws._replace(crop=(0, 0, *size)))
+
+    def draws(self, image: Any) -> Draws:
+        """Draws of the steps that are left for a PIL image, whose pixels are not read."""
+        draws = Draws.of(image.size[::-1])
+        for step in self.left:
+            draws = drawn(step, image, draws, self.side)
+        return draws
+
+    def encoded(self, key: Key, sample: Encoded) -> Prepared:
+        """A JPEG as it is, and its draws; what nvJPEG does not decode is decoded by Pillow here.
 
         Raises:
             UsageError: the image cannot be read; names it.
         """
         content = sample.content()
         image = sample.opened(content)
-        width, height = image.size
-        draws = transformed(self.draws, image, self.seed, key)
         is_jpeg = (
             image.format == "JPEG"
             and image.mode in MODES.values()
             and image.info.get("adobe_transform") != 0  # colours as they are, not as luminance and chrominance
             and END_OF_JPEG in content[-TRAILING_BYTES:]  # not cut off
         )
-        if not is_jpeg:
-            pixels = np.asarray(sample._replace(image=content).decoded().convert(MODES[self.form.channels]))
-            content = pixels.reshape(height, width, -1).transpose(2, 0, 1).tobytes()
-        return content, Entry(len(content), (self.form.channels, height, width), is_jpeg, draws, sample.name)
+        if is_jpeg and not self.steps:
+            draws = transformed(self.draws, image, self.seed, key)
+            return Prepared(np.frombuffer(content, np.uint8), image.size[::-1], draws)
+        return transformed(self, sample._replace(image=content).decoded(), self.seed, key)
 
-    def draws(self, image: Any) -> Draws:
-        """Random changes of a PIL image, whose pixels are not read."""
-        draws = Draws()
-        for step in self.chain.steps:
-            draws = drawn(step, image, draws, self.form.side)
-        return draws
-
-
-@dataclass(frozen=True)
-class Cropping:
-    """Part of timm's transform that runs in loader processes if these decode, and a device does the rest.
-
-    Args:
-        chain: timm's transform.
-        steps, left: its steps on PIL images that run here, and those of which only draws are made.
-    """
-
-    chain: Chain
-    form: Format
-    steps: tuple[Any, ...]
-    left: tuple[Any, ...]
-
-    @staticmethod
-    def of(chain: Chain, form: Format) -> Cropping | None:
-        """The part; None if a device cannot do the rest of the transform."""
-        theirs = needed("torchvision.transforms", "Reading images")
-        steps = tuple(chain.steps)
-        end = next(i for i, step in enumerate(steps) if isinstance(step, theirs.ToTensor))
-        if end and isinstance(steps[end - 1], theirs.ColorJitter) and steps[end - 1].hue is None:
-            end -= 1
-        return Cropping(chain, form, steps[:end], steps[end:]) if len(chain.transforms) == 1 else None
-
-    def __call__(self, image: Any) -> tuple[np.ndarray, Draws]:
-        """Pixels uint8 [height, width, channels] of a PIL image, and the changes that are left."""
-        image = in_mode(image, self.chain.mode)
-        for step in self.steps:
-            image = step(image)
-        draws = Draws()
-        for step in self.left:
-            draws = drawn(step, image, draws, self.form.side)
-        pixels = np.asarray(image)
-        return pixels.reshape(*pixels.shape[:2], -1), draws
+    def collate_encoded(self, samples: Sequence[tuple[Key, Encoded] | Unreadable]) -> Share | Unreadable | None:
+        """Share of a batch of encoded images; the first unreadable one stands for all; None without any."""
+        made: list[tuple[Prepared, str, int]] = []
+        for sample in samples:
+            if isinstance(sample, Unreadable):
+                return sample
+            try:
+                made.append((self.encoded(*sample), sample[1].name, sample[1].label))
+            except UsageError as error:
+                return Unreadable(str(error))
+        return Share.of(*zip(*made)) if made else None
 
 
-def collate_cropped(samples: Sequence[tuple[tuple[np.ndarray, Draws], int] | Unreadable]) -> Cropped | Unreadable:
-    """Samples of a `Cropping` as a share of a batch; or the first unreadable one."""
-    pixels, draws, labels = [], [], []
+def collate_prepared(samples: Sequence[tuple[Prepared, int] | Unreadable]) -> Share | Unreadable:
+    """Share of a batch of images that were decoded; the first unreadable one stands for all."""
+    made: list[tuple[Prepared, int]] = []
     for sample in samples:
         if isinstance(sample, Unreadable):
             return sample
-        (image, changes), label = sample
-        pixels.append(image)
-        draws.append(changes)
-        labels.append(label)
-    return Cropped(torch.from_numpy(np.stack(pixels)), tuple(draws), torch.tensor(labels, device="cpu"))
+        made.append(sample)
+    images, labels = zip(*made)
+    return Share.of(images, (), labels)
+
+
+def a_gpu_does(step: Any, first: bool, form: Format) -> bool:
+    """Whether a GPU does a step of timm's transform, the first or a later one."""
+    ours, theirs = needed("timm.data.transforms", FLAG), needed("torchvision.transforms", FLAG)
+    if isinstance(step, ours.RandomResizedCropAndInterpolation):
+        modes = step.interpolation if isinstance(step.interpolation, tuple) else (step.interpolation,)
+        return first and all(mode.value in INTERPOLATIONS for mode in modes)
+    if isinstance(step, theirs.Resize):
+        return first and step.interpolation.value in INTERPOLATIONS
+    if isinstance(step, theirs.CenterCrop):
+        return form.crop_pct <= 1  # others have borders
+    if isinstance(step, theirs.ColorJitter):
+        return step.hue is None
+    rest = (theirs.RandomHorizontalFlip, theirs.ToTensor, theirs.Normalize)
+    return isinstance(step, (*rest, needed("timm.data.random_erasing", FLAG).RandomErasing))
 
 
 def drawn(step: Any, image: Any, draws: Draws, side: int) -> Draws:
@@ -226,16 +250,31 @@ def drawn(step: Any, image: Any, draws: Draws, side: int) -> Draws:
     ours, theirs = needed("timm.data.transforms", FLAG), needed("torchvision.transforms", FLAG)
     if isinstance(step, ours.RandomResizedCropAndInterpolation):
         box, mode = step.get_params(image, step.scale, step.ratio), step.interpolation
-        return draws._replace(crop=box, interpolation=(random.choice(mode) if isinstance(mode, tuple) else mode).value)
+        mode = random.choice(mode) if isinstance(mode, tuple) else mode
+        return draws._replace(crop=box, resized=(side, side), cubic=mode.value == "bicubic")
+    if isinstance(step, theirs.Resize):
+        return draws._replace(resized=resized(draws.resized, step.size), cubic=step.interpolation.value == "bicubic")
+    if isinstance(step, theirs.CenterCrop):
+        return draws._replace(first=tuple(round((length - side) / 2) for length in draws.resized))
     if isinstance(step, theirs.RandomHorizontalFlip):
         return draws._replace(flip=bool(torch.rand(1, device="cpu") < step.p))
     if isinstance(step, theirs.ColorJitter):
         order, *factors = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
-        changes = ((number, factors[number]) for number in order.tolist())
-        return draws._replace(colours=tuple(change for change in changes if change[1] is not None))
+        changes = [(kind, factors[kind]) for kind in order.tolist() if factors[kind] is not None]
+        kinds, factors = zip(*changes, *[(-1, 1.0)] * (3 - len(changes)))
+        return draws._replace(kinds=kinds, factors=factors)
     if isinstance(step, needed("timm.data.random_erasing", FLAG).RandomErasing):
         erased = (step(torch.ones(1, side, side, device="cpu"))[0] == 0).nonzero()
         if len(erased):
             (top, left), (bottom, right) = erased[[0, -1]].tolist()
             return draws._replace(erased=(top, left, bottom + 1 - top, right + 1 - left))
     return draws
+
+
+def resized(size: Pair, wanted: Any) -> Pair:
+    """Size of an image after torchvision's Resize to a size, or of its shorter side to a length."""
+    if not isinstance(wanted, int):
+        return tuple(wanted)
+    short = min(size)
+    height, width = (wanted if length == short else int(wanted * length / short) for length in size)
+    return height, width

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
 from autopar.train.data.datasets import Data
-from autopar.train.data.device_images import CroppedTransform, DeviceBatches, EncodedTransform
-from autopar.train.data.device_samples import Cropping, Drawing, EncodedSamples, check_device_images, collate_cropped
+from autopar.train.data.device_images import DeviceBatches, DeviceTransform
+from autopar.train.data.device_samples import EncodedSamples, Preparation, check_device_images, collate_prepared
 from autopar.train.data.images import EncodedImages, Images
 from autopar.train.data.mixup import Mixup, check_even
 from autopar.train.data.sampler import PartSampler
@@ -103,7 +103,7 @@ class PartLoader:
             random_seed: seed of a random transform; None if it is not random.
             group: batches of one update, which are mixed with the same share and box.
             channels_last: whether batches of images are in that memory format.
-            device: GPU on which images are finished after Pillow's crop, and stay; None finishes them in the processes.
+            device: GPU on which images are made after Pillow's crop, and stay; None makes them in the processes.
             decode: whether the device also decodes them.
 
         Raises:
@@ -121,13 +121,12 @@ class PartLoader:
         images_of: Callable[[Any], Any] = transform  # of a PIL image
         collated: Callable[[Any], Any] = partial(collate, memory_format=layout)
         make: Callable[[Any], Any] | None = None
-        if device is not None and reads:
+        if device is not None and reads and (preparation := Preparation.of(transform, form, random_seed)):
+            self.device_batches = DeviceBatches(DeviceTransform(transform, form, device, layout, decode))
             if decode:
-                self.device_batches = DeviceBatches(EncodedTransform(transform, form, device, layout))
-                make = Drawing(transform, form, random_seed).collate
-            elif cropping := Cropping.of(transform, form):
-                self.device_batches = DeviceBatches(CroppedTransform(form, device, layout))
-                images_of, collated = cropping, collate_cropped
+                make = preparation.collate_encoded
+            else:
+                images_of, collated = preparation, collate_prepared
         join = self.device_batches.batches if self.device_batches is not None else partial(joined, layout=layout)
         if isinstance(images, Stream):
             num_workers = min(num_workers, sampler.batch_size // sampler.data_size) if reads else 0
@@ -274,8 +273,7 @@ def training_loader(
 ) -> PartLoader:
     """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
 
-    A rank's GPU changes their colours and normalises them, which would take processors as long as decoding, and batches
-    stay there.
+    A rank's GPU resizes and finishes them, which would take processors as long as decoding, and batches stay there.
 
     Args:
         batch_size: samples of one update, over all devices and accumulation steps.
