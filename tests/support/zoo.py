@@ -296,7 +296,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         marks = []
         for column in COLUMNS:
             cell = record["cells"][column]
-            reason = f"{key}: {FORBIDDEN[key]}" if key in FORBIDDEN else f"{key}, {column}: {cell['text']}"
+            reason = f"{key}: {FORBIDDEN.get(key, cell['text'])}"
             marks.append("✓" if cell["ok"] else f"✗ {reasons.setdefault(reason, len(reasons) + 1)}")
         part = f" ({record['part']})" if record["part"] else ""
         yield f"| {key.replace('/', ': ')} | {record['name']}{part} | {' | '.join(marks)} |"

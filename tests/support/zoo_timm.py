@@ -51,6 +51,7 @@ TIMM: Mapping[str, str] = {
 }  # fmt: skip
 SIDES = (64, 96, 128, 160, 192, 224, 256)  # of small images, pixel
 FEW_BLOCKS: Sequence[dict[str, Any]] = ({"depth": 4}, {"depths": (1, 1, 2, 1)}, {})
+NARROW: Mapping[str, dict[str, Any]] = {"vgg11": {"mlp_ratio": 1 / 64}}  # of layers with most of a model's weights
 # The first of these that a model takes.
 RATES: Sequence[dict[str, Any]] = ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {})
 
@@ -90,12 +91,12 @@ def input_size(name: str) -> tuple[int, ...]:
 def smallest(name: str) -> tuple[dict[str, Any], int]:
     """Arguments of the model for its smallest images of SIDES, and their side; its own size if it takes none of them.
 
-    It has few blocks if there is an argument for that.
+    It has few blocks, or narrow layers, if there is an argument for that.
     """
     sides = (*SIDES, max(input_size(name)[1:]))
     for device, side in product(("meta", "cpu"), sides):  # few models do not run on the meta device
         sizes: Sequence[dict[str, Any]] = ({"img_size": side}, {})
-        for fewer, sized in product(FEW_BLOCKS, sizes):
+        for fewer, sized in product((NARROW[name],) if name in NARROW else FEW_BLOCKS, sizes):
             try:
                 with torch.no_grad(), torch.device(device):
                     create_model(name, **fewer, **sized)(torch.randn(2, 3, side, side))
