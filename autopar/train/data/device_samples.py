@@ -251,6 +251,8 @@ def drawn(step: Any, image: Any, draws: Draws, side: int) -> Draws:
     if isinstance(step, ours.RandomResizedCropAndInterpolation):
         box, mode = step.get_params(image, step.scale, step.ratio), step.interpolation
         mode = random.choice(mode) if isinstance(mode, tuple) else mode
+        if not (box[2] and box[3]):  # of a few pixels timm draws an empty crop; Pillow says so when it resizes
+            raise ValueError("height and width must be > 0")
         return draws._replace(crop=box, resized=(side, side), cubic=mode.value == "bicubic")
     if isinstance(step, theirs.Resize):
         return draws._replace(resized=resized(draws.resized, step.size), cubic=step.interpolation.value == "bicubic")

@@ -40,7 +40,7 @@ def filtered(x, cubic):
     return tl.where(cubic, bicubic, tl.where(x < 1.0, 1.0 - x, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["taps"])
 def weights_kernel(table, starts, weights, side, taps, width: tl.constexpr):
     """Of one direction of an image: the first pixel [side] that an output pixel reads, and weights [taps, side]."""
     image, axis = tl.program_id(0), tl.program_id(1)
@@ -73,7 +73,7 @@ def level(total):
     return tl.minimum(tl.maximum(total >> WEIGHT_BITS, 0), 255).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["taps", "height"])  # which batches differ in
 def widths_kernel(
     table, starts, weights, result, side, taps, height, channels: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
 ):
@@ -95,7 +95,7 @@ def widths_kernel(
         tl.store(to, level(total), mask=inside[:, None] & (x < side)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["taps", "height"])
 def heights_kernel(
     starts, weights, lines, result, side, taps, height, channels: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
 ):
