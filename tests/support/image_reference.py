@@ -28,6 +28,11 @@ def resize(table: Tensor, taps: int, height: int, out: Tensor) -> None:
     for row, to in zip(table.tolist(), out, strict=True):
         rows, columns, high, wide, top, left, cubic, address, *strides = row[:11]
         assert rows <= height
+        if rows * columns == 0:  # timm draws such crops of images of few pixels
+            to.copy_(
+                levels_of(Image.new("RGB" if channels == 3 else "L", (1, 1)).crop((0, 0, 0, 0)).resize((side, side)))
+            )
+            continue
         last = (rows - 1) * strides[0] + (columns - 1) * strides[1] + (channels - 1) * strides[2]
         content = np.frombuffer((ctypes.c_uint8 * (last + 1)).from_address(address), np.uint8)
         pixels = np.lib.stride_tricks.as_strided(content, (rows, columns, channels), strides)

@@ -30,7 +30,7 @@ def images(channels: int, generator: random.Random) -> tuple[list[torch.Tensor],
         pixels = torch.randint(0, 256, size, generator=noise, dtype=torch.uint8)
         made.append(pixels if number % 2 else pixels.permute(2, 0, 1))
         top, left = generator.randrange(height), generator.randrange(width)
-        crop = (top, left, generator.randint(1, height - top), generator.randint(1, width - left))
+        crop = (top, left, generator.randint(1, height - top) * (number != 3), generator.randint(1, width - left))
         first = (generator.randrange(5), generator.randrange(5)) if number % 3 == 0 else (0, 0)
         resized = (SIDE + first[0] + generator.randrange(3), SIDE + first[1] + generator.randrange(3))
         kinds = generator.sample([0, 1, 2], 3) if number < 6 else [1, -1, -1] if number == 6 else [-1, -1, -1]

@@ -102,7 +102,7 @@ class DeviceTransform:
         table = torch.from_numpy(table_of(addresses, strides, records)).to(self.device)
         shape = (len(records), *self.form.shape)
         levels = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        self.kernels.resize(table, taps(records), int(records["crop"][:, 2].max()), levels)
+        self.kernels.resize(table, taps(records), max(1, int(records["crop"][:, 2].max())), levels)
         factors = torch.tensor(records["factors"], device=self.device) if (records["kinds"] >= 0).any() else None
         self.kernels.finish(table, factors, levels, self.values, out)
 

@@ -177,7 +177,7 @@ class Preparation:
             image = image.crop((left, top, left + self.side, top + self.side))
             draws = draws._replace(first=(0, 0), resized=(self.side, self.side))
         size = (image.height, image.width)
-        return Prepared(np.asarray(image).reshape(*size, -1), size, draws._replace(crop=(0, 0, *size)))
+        return Prepared(np.asarray(image).reshape(*size, len(self.mode)), size, draws._replace(crop=(0, 0, *size)))
 
     def draws(self, image: Any) -> Draws:
         """Draws of the steps that are left for a PIL image, whose pixels are not read."""
@@ -251,8 +251,6 @@ def drawn(step: Any, image: Any, draws: Draws, side: int) -> Draws:
     if isinstance(step, ours.RandomResizedCropAndInterpolation):
         box, mode = step.get_params(image, step.scale, step.ratio), step.interpolation
         mode = random.choice(mode) if isinstance(mode, tuple) else mode
-        if not (box[2] and box[3]):  # of a few pixels timm draws an empty crop; Pillow says so when it resizes
-            raise ValueError("height and width must be > 0")
         return draws._replace(crop=box, resized=(side, side), cubic=mode.value == "bicubic")
     if isinstance(step, theirs.Resize):
         return draws._replace(resized=resized(draws.resized, step.size), cubic=step.interpolation.value == "bicubic")

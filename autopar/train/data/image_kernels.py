@@ -61,7 +61,7 @@ def weights_kernel(table, starts, weights, side, taps, width: tl.constexpr):
     result = weights + (image * 2 + axis) * taps * side + at
     for tap in range(taps):
         weight = filtered(((start + tap).to(tl.float64) - centre + 0.5) * narrow, cubic)
-        weight = tl.where(tap < count, weight, 0.0) / total * ONE
+        weight = tl.where(tap < count, weight / total, 0.0) * ONE  # 0 of an empty crop, which Pillow makes black
         whole = (weight + tl.where(weight < 0, -0.5, 0.5)).to(tl.int32)
         tl.store(result + tap * side, whole, mask=at < side)
     tl.store(starts + (image * 2 + axis) * side + at, start.to(tl.int32), mask=at < side)
