@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
+from typing import Any
 
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.hardware import Link
@@ -157,14 +158,14 @@ def least_recomputed(problem: CutProblem, stage_of: Sequence[int], costs: Sequen
         costs: of all stages; they fit with this one recomputing all of its segments.
     """
     segments, found = problem.cost.segments_on(stage_of, stage), list(costs)
-    is_interval = problem.stages > 1 and is_contiguous(problem, stage_of)
+    is_interval, without = problem.stages > 1 and is_ascending(stage_of), counted_before(problem, stage_of)[stage]
     begin, end, num_buffered = bisect_left(stage_of, stage), bisect_right(stage_of, stage), costs[stage].buffer_bytes
     low, high, best = 0, len(segments), costs[stage]
     while high - low > 1:
         middle = (low + high) // 2
         way = problem.recomputing_below(segments[middle - 1] + 1)
         if is_interval:
-            found[stage] = interval_cost(way, stage, begin, end, num_buffered)
+            found[stage] = interval_cost(way, stage, begin, end, num_buffered, without)
         else:
             found[stage] = assignment_costs(way, stage_of)[stage]
         if has_room(problem, found, stage % problem.pp):
@@ -242,38 +243,63 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
         if key not in known:
             known[key] = assignment_costs(problem, stage_of)[0]
         return (known[key],)
-    if is_contiguous(problem, stage_of):
+    if is_ascending(stage_of):
         return interval_costs(problem, stage_of)
     return assignment_costs(problem, stage_of)
 
 
 def is_contiguous(problem: CutProblem, stage_of: Sequence[int]) -> bool:
     """Whether every stage is an interval of the groups, and no weight is read by two stages of one rank."""
-    if not is_ascending(stage_of):
-        return False
+    return is_ascending(stage_of) and not any(counted_before(problem, stage_of))
+
+
+def counted_before(problem: CutProblem, stage_of: Sequence[int]) -> Sequence[frozenset[int]]:
+    """For each stage, the numbers of its weights that an earlier stage of its rank reads too, where they count."""
     if problem.chunks == 1:
-        return True
-    shared = problem.cost.remember("shared", lambda: [w for w in problem.cost.weights if len(w.groups) > 1])
-    by_weight = (stages_holding(weight, stage_of) for weight in shared)
-    return all(len({s % problem.pp for s in stages}) == len(stages) for stages in by_weight)
+        return [frozenset()] * problem.stages
+    weights = problem.cost.weights
+    shared = problem.cost.remember("shared", lambda: [n for n, w in enumerate(weights) if len(w.groups) > 1])
+    found: list[set[int]] = [set() for _ in range(problem.stages)]
+    for number in shared:
+        positions = set[int]()
+        for s in sorted(stages_holding(weights[number], stage_of)):
+            if s % problem.pp in positions:
+                found[s].add(number)
+            positions.add(s % problem.pp)
+    return [*map(frozenset, found)]
 
 
 def interval_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
     """As `stage_costs_unlimited`, for stages that are intervals of the groups."""
-    buffers = buffer_bytes(problem, stage_of)
+    buffers, without = buffer_bytes(problem, stage_of), counted_before(problem, stage_of)
     costs, begin = [], 0
     for s in range(problem.stages):
         end = bisect_right(stage_of, s)
-        costs.append(interval_cost(problem, s, begin, end, buffers[s]))
+        costs.append(interval_cost(problem, s, begin, end, buffers[s], without[s]))
         begin = end
     return tuple(costs)
 
 
-def interval_cost(problem: CutProblem, stage: int, begin: int, end: int, num_buffered: int) -> StageCost:
-    """Cost of the groups ``begin`` … ``end`` − 1 on a stage with so many bytes of buffers; made once."""
-    known, key = problem.stage_costs, (stage, begin, end, num_buffered)
+def interval_cost(
+    problem: CutProblem,
+    stage: int,
+    begin: int,
+    end: int,
+    num_buffered: int,
+    without: frozenset[int] = frozenset(),
+) -> StageCost:
+    """Cost of the groups ``begin`` … ``end`` − 1 on a stage with so many bytes of buffers; made once.
+
+    Args:
+        without: numbers of weights of these groups that count elsewhere.
+    """
+    known, key = problem.stage_costs, (stage, begin, end, num_buffered, without)
     if key not in known:
-        known[key] = make_interval_cost(problem, *key)
+        known[key] = make_interval_cost(problem, stage, begin, end, num_buffered)
+        if without:
+            own = (w for number, w in enumerate(problem.cost.weights) if number not in without)
+            held = [weight for weight in own if any(begin <= group < end for group in weight.groups)]
+            known[key] = replace(known[key], **weight_costs(problem, range(begin, end), held))
     return known[key]
 
 
@@ -353,23 +379,26 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
             ),
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
-            optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
-            reduce_seconds=sum(w.reduce_seconds for w in held[s]),
-            gather_seconds=sum(w.gather_seconds for w in held[s]),
-            contention_seconds=sum(w.contention_seconds for w in held[s]),
-            num_buckets=sum(w.num_buckets for w in held[s]),
-            weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
             received_bytes=problem.kept_received * forward[s - 1] if s else 0,
             sent_bytes=sent[s],
-            transient_bytes=working_bytes(problem, members[s], held[s]),
             buffer_bytes=buffers[s],
             in_flight=problem.in_flight[s],
             recomputed_below=cost.recomputed_below,
             recompute_seconds=sum(cost.groups[g].recompute_seconds for g in members[s]),
+            **weight_costs(problem, members[s], held[s]),
         )
         for s in stages
     )
+
+
+def weight_costs(problem: CutProblem, members: Sequence[int], held: Sequence[ResidentTensor]) -> dict[str, Any]:
+    """What depends on the weights that a stage holds, by the fields of `StageCost`."""
+    sums = ("optimizer_seconds", "reduce_seconds", "gather_seconds", "contention_seconds", "num_buckets")
+    return {name: sum(getattr(weight, name) for weight in held) for name in sums} | {
+        "weight_bytes": sum(map(problem.standing_bytes, held)),
+        "transient_bytes": working_bytes(problem, members, held),
+    }
 
 
 def floor_seconds(problem: CutProblem) -> float:

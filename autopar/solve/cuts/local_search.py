@@ -104,17 +104,17 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
         return float("inf")
     if busy_seconds(setting, problem, units) * (1 - ROUNDING) >= ceiling:
         return float("inf")
-    pipeline = None
-    if is_contiguous(problem, units):  # else a rank's stages share weights, which sums over intervals count twice
-        intervals, at = intervals_of(problem), ends_and_begins(problem, units)
-        forward, backward = intervals.forward_seconds[at].tolist(), intervals.backward_seconds[at].tolist()
-        pipeline = pipeline_seconds(setting, problem, units, forward, backward)
-        if (pipeline + update_floor_seconds(problem, units)) * (1 - ROUNDING) >= ceiling:
-            return float("inf")
+    intervals, at = intervals_of(problem), ends_and_begins(problem, units)
+    forward, backward = intervals.forward_seconds[at].tolist(), intervals.backward_seconds[at].tolist()
+    pipeline = pipeline_seconds(setting, problem, units, forward, backward)
+    # Sums over intervals count weights twice that stages of a rank share.
+    update = update_floor_seconds(problem, units) if is_contiguous(problem, units) else 0.0
+    if (pipeline + update) * (1 - ROUNDING) >= ceiling:
+        return float("inf")
     costs = own_peak_costs(problem, units)
     if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
-    if pipeline is None or (problem.may_recompute and any(c.recomputed_below for c in costs)):
+    if problem.may_recompute and any(c.recomputed_below for c in costs):
         return step_time_of(setting, problem, units, costs).seconds
     return with_update(setting, problem, units, costs, pipeline).seconds
 

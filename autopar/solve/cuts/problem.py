@@ -127,9 +127,11 @@ class CutProblem:
         return self.has_buckets, self.gradients_come, self.microbatches > 1, self.kept_received
 
     @cached_property
-    def stage_costs(self) -> dict[tuple[int, int, int, int], Any]:
-        """Costs of intervals that were asked for, by stage, first group, end and buffers; see
-        `evaluate.interval_costs`. Problems that differ in nothing that these depend on share them."""
+    def stage_costs(self) -> dict[tuple[Hashable, ...], Any]:
+        """Costs of intervals that were asked for, by the arguments of `evaluate.interval_cost`.
+
+        Problems that differ in nothing that these depend on share them.
+        """
         own = self.interval_key, self.boundary, self.in_flight, self.balance
         return self.cost.remember(("stage costs", *own), dict)
 

@@ -16,7 +16,7 @@ from autopar.ir.hardware import Link
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.generate import in_flight_profiles
 from autopar.solve.cuts.dynamic_programme import stage_intervals
-from autopar.solve.cuts.evaluate import assignment_costs, interval_costs, is_contiguous
+from autopar.solve.cuts.evaluate import assignment_costs, interval_costs
 from autopar.solve.cuts.problem import Axis, CutProblem
 from autopar.solve.cuts.program import steepest
 
@@ -65,8 +65,6 @@ def chunked_problems(draw: st.DrawFn) -> tuple[CutProblem, tuple[int, ...]]:
 def test_intervals_cost_what_assignments_cost(case: tuple[CutProblem, tuple[int, ...]], recompute: bool) -> None:
     problem, stage_of = case
     problem = problem.recomputing if recompute else problem
-    if not is_contiguous(problem, stage_of):
-        return
     for found, expected in zip(interval_costs(problem, stage_of), assignment_costs(problem, stage_of), strict=True):
         for f in fields(expected):
             value = getattr(expected, f.name)
