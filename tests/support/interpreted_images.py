@@ -6,7 +6,6 @@ Interpreted kernels need TRITON_INTERPRET=1 from the first import of triton, so 
 from __future__ import annotations
 
 import random
-from itertools import product
 
 import numpy as np
 import torch
@@ -80,7 +79,7 @@ def check_means() -> None:
 
 if __name__ == "__main__":
     image_kernels.ROWS = 64  # each program takes the interpreter long
-    for channels, seed in product((3, 1), range(3)):
+    for channels, seed in ((3, 0), (3, 1), (1, 2)):
         check_images(channels, seed)
     check_means()
     print("equal")
