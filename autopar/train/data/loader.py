@@ -23,7 +23,7 @@ from autopar.train.data.device_images import DeviceBatches, DeviceTransform
 from autopar.train.data.device_samples import EncodedSamples, Preparation, check_device_images, collate_prepared
 from autopar.train.data.images import EncodedImages, Images
 from autopar.train.data.mixup import Mixup, check_even
-from autopar.train.data.sampler import PartSampler
+from autopar.train.data.sampler import EndlessSampler, PartSampler
 from autopar.train.data.samples import ImageSamples, collate, collate_encoded, collate_labels, without_images
 from autopar.train.data.streams import Stream, StreamParts, Unreadable, num_images
 from autopar.train.data.transforms import Augmentation, Chain, Format, evaluation_transform, training_transform
@@ -114,6 +114,8 @@ class PartLoader:
         self.parts: Callable[[], Iterator[Any]]
         self.stream: StreamParts | None = None
         self.device_batches: DeviceBatches | None = None
+        self.endless = False  # whether parts go on with the next epoch, which processes make while this one ends
+        self.ahead: tuple[tuple[int, int], Iterator[Any]] | None = None  # its number and first batch, and its parts
         options: dict[str, Any] = {
             "worker_init_fn": IgnoreSignals(),
             "generator": torch.Generator(),  # otherwise it draws from the default generator, which is the user's
@@ -145,9 +147,11 @@ class PartLoader:
             if make is not None:
                 assert isinstance(images, EncodedImages)
                 samples, collated = EncodedSamples(images), make
+            self.endless = num_workers > 0 and sampler.training
             source = DataLoader(
-                samples, batch_sampler=sampler, collate_fn=collated, num_workers=num_workers,
-                persistent_workers=num_workers > 0, pin_memory=torch.cuda.is_available() and make is None, **options,
+                samples, batch_sampler=EndlessSampler(sampler) if self.endless else sampler, collate_fn=collated,
+                num_workers=num_workers, persistent_workers=num_workers > 0,
+                pin_memory=torch.cuda.is_available() and make is None, **options,
             )  # fmt: skip
             self.parts = lambda: join(batch_shares(source, 1))
         else:
@@ -165,7 +169,11 @@ class PartLoader:
         self.sampler.start(number, first)
         if self.stream is not None:
             self.stream.set_start(number, first)
-        parts = self.parts()
+        ahead, self.ahead = self.ahead, None
+        parts = ahead[1] if ahead is not None and ahead[0] == (number, first) else None
+        del ahead  # which ends those of another epoch
+        if parts is None:
+            parts = self.parts()
         for batch, count in enumerate(self.sampler.counts(), first):
             part = next(parts)  # zip would keep it, and its memory on a GPU, until the next one
             if isinstance(part, Unreadable):
@@ -179,6 +187,8 @@ class PartLoader:
                 x, y = self.mixup(x, y, update)
             made = [Batch(x, y, count)]
             del x, y
+            if self.endless and batch == len(self) - 1:
+                self.ahead = (number + 1, 0), parts
             yield made.pop()
 
 

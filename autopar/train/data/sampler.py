@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from math import ceil
 from typing import NamedTuple
 
@@ -25,6 +26,19 @@ class Key(NamedTuple):
     epoch: int
     index: int
     repeat: int = 0
+
+
+class EndlessSampler(Sampler[list[Key]]):
+    """Batches of a sampler's next iteration and of all epochs after it, so that processes do not wait in between."""
+
+    def __init__(self, sampler: PartSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        ahead = copy(self.sampler)
+        while True:
+            yield from ahead
+            ahead.start(ahead.epoch + 1)
 
 
 class PartSampler(Sampler[list[Key]]):

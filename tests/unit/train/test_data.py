@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,39 @@ def test_an_epoch_from_its_middle_with_loader_processes():
     first, second = list(images.epoch(1)), list(images.epoch(2))
     assert len(images) == 4 and not same(first, second)
     assert same(list(images.epoch(2, 3)), second[3:]) and same(list(images.epoch(1, 1)), first[1:])
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Images of a data set; each one that is read adds a line to a file."""
+
+    images: Any
+    file: Path
+
+    @property
+    def labels(self) -> Any:
+        return self.images.labels
+
+    def image(self, index: int) -> Any:
+        with self.file.open("a") as file:
+            file.write(f"{index}\n")
+        return self.images.image(index)
+
+
+def test_processes_read_the_next_epoch_before_it_is_asked_for(tmp_path: Path) -> None:
+    data, log = load_data("synthetic", Wanted(16, num_train=16)), tmp_path / "read"
+    expected = [tensors(data, STRONG, epoch) for epoch in (1, 2, 3)]
+    noted = replace(data, train=Noted(data.train, log))
+    images = loader(noted, PartSampler(16, 4), STRONG, num_workers=1)
+    assert same(list(islice(images.epoch(1), 4)), expected[0])  # it is not asked whether there is a fifth
+    deadline = time.monotonic() + 30
+    while log.read_text().count("\n") < 24 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert log.read_text().count("\n") == 24  # two batches for the process, as within an epoch
+    assert same(list(images.epoch(2)), expected[1])
+    assert log.read_text().count("\n") <= 40
+    assert same(list(islice(images.epoch(3, 1), 1)), expected[2][1:2])
+    assert same(list(images.epoch(2, 3)), expected[1][3:]) and same(list(images.epoch(3)), expected[2])
 
 
 def test_without_images_there_are_labels_and_shapes():
