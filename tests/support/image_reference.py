@@ -22,7 +22,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "image_kernels", sys.modules[__name__], raising=False)
 
 
-def resize(table: Tensor, taps: int, height: int, out: Tensor) -> None:
+def resize(table: Tensor, taps: int, height: int, rows: int, out: Tensor) -> None:
     """Write crops resized into ``out``, uint8 [images, channels, side, side]."""
     _, channels, side, _ = out.shape
     for row, to in zip(table.tolist(), out, strict=True):
@@ -44,8 +44,8 @@ def resize(table: Tensor, taps: int, height: int, out: Tensor) -> None:
 def finish(table: Tensor, factors: Tensor | None, levels: Tensor, values: Tensor, out: Tensor) -> None:
     """Write values of flipped, changed and erased levels into ``out``."""
     for n, (row, own, to) in enumerate(zip(table.tolist(), levels, out, strict=True)):
-        image = picture(own.permute(1, 2, 0).numpy())
-        flip, kinds, (top, left, height, width) = row[11], row[12:15], row[15:]
+        image = picture(own.permute(2, 1, 0).numpy() if row[19] else own.permute(1, 2, 0).numpy())
+        flip, kinds, (top, left, height, width) = row[11], row[12:15], row[15:19]
         image = ImageOps.mirror(image) if flip else image
         for change, kind in enumerate(kinds):
             if kind >= 0:

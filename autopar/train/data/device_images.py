@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,12 @@ class DeviceTransform:
             addresses: of their first bytes.
             strides: bytes from one row, pixel and channel to the next, [images, 3].
         """
-        table = torch.from_numpy(table_of(addresses, strides, records)).to(self.device)
+        rows = table_of(addresses, strides, records)
+        table = torch.from_numpy(rows).to(self.device)
         shape = (len(records), *self.form.shape)
         levels = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        self.kernels.resize(table, taps(records), max(1, int(records["crop"][:, 2].max())), levels)
+        height, total = max(1, int(rows[:, 0].max())), int(rows[:, 0].sum())
+        self.kernels.resize(table, int(rows[:, -1].max()), height, total, levels)
         factors = torch.tensor(records["factors"], device=self.device) if (records["kinds"] >= 0).any() else None
         self.kernels.finish(table, factors, levels, self.values, out)
 
@@ -113,7 +116,7 @@ class DeviceTransform:
         chosen = np.flatnonzero(records["jpeg"]).tolist()
         jpegs = iter(self.decoded_jpegs([contents[n] for n in chosen], [names[n] for n in chosen]))
         return [
-            next(jpegs) if jpeg else content.to(self.device).view(height, width, -1).permute(2, 0, 1)
+            next(jpegs) if jpeg else content.to(self.device).view(height, width, self.form.channels).permute(2, 0, 1)
             for content, jpeg, (height, width) in zip(contents, records["jpeg"], records["size"].tolist(), strict=True)
         ]
 
@@ -146,17 +149,43 @@ def values_of_levels(chain: Chain, form: Format) -> torch.Tensor:
 
 def table_of(addresses: np.ndarray, strides: np.ndarray, records: np.ndarray) -> np.ndarray:
     """Table of `autopar.train.data.image_kernels`, int64 [images, columns]."""
-    crop = records["crop"]
-    places = [addresses + (crop[:, :2] * strides[:, :2]).sum(1), strides]
-    sizes = [crop[:, 2:], records["resized"], records["first"], records["cubic"]]
-    return np.column_stack([*sizes, *places, records["flip"], records["kinds"], records["erased"]]).astype(np.int64)
+    crop, resized = records["crop"], records["resized"]
+    address = addresses + (crop[:, :2] * strides[:, :2]).sum(1)
+    turned = heights_first(crop[:, 2:], resized)  # kernels resize widths first
+    order = np.where(turned[:, None], [1, 0], [0, 1])
+    pairs = [np.take_along_axis(pair, order, 1) for pair in (crop[:, 2:], resized, records["first"], strides[:, :2])]
+    columns = [*pairs[:3], records["cubic"], address, pairs[3], strides[:, 2], records["flip"], records["kinds"]]
+    heights = pairs[0][:, 0]
+    columns += [records["erased"], turned, heights.cumsum() - heights, taps(records)]
+    return np.column_stack(columns).astype(np.int64)
 
 
-def taps(records: np.ndarray) -> int:
-    """Most pixels that Pillow's resize reads for one of the result in a direction."""
+def heights_first(sizes: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Whether Pillow resizes height before width, of images of sizes [images, 2]; each direction rounds."""
+    by_shrinkage, by_ratio = pillow_order()
+    height, width = (sizes - wanted).T
+    shrinks = by_shrinkage & (height > 2 * width) | by_ratio & (sizes[:, 0] > 100 * sizes[:, 1])
+    return shrinks & (height > 0)
+
+
+@cache
+def pillow_order() -> tuple[bool, bool]:
+    """Whether Pillow resizes in height first if it shrinks twice as much as the width (13), or is 100 widths (12)."""
+    pillow = needed("PIL.Image", "Reading images", "pillow")
+    pixels = np.random.default_rng(0).integers(0, 256, (909, 9), np.uint8)
+
+    def first(height: int, wanted: tuple[int, int]) -> bool:
+        image, method = pillow.fromarray(pixels[:height]), pillow.Resampling.BILINEAR
+        return image.resize(wanted, method) == image.resize((9, wanted[1]), method).resize(wanted, method)
+
+    return first(90, (6, 30)), first(909, (4, 900))
+
+
+def taps(records: np.ndarray) -> np.ndarray:
+    """Most pixels of each image that Pillow's resize reads for one of the result in a direction."""
     scale = np.maximum(records["crop"][:, 2:] / records["resized"], 1.0)
     support = np.ceil(scale * np.where(records["cubic"], 2, 1)[:, None])
-    return int(support.max()) * 2 + 1
+    return support.max(1) * 2 + 1
 
 
 def groups(sizes: Sequence[int]) -> Iterator[slice]:

@@ -24,9 +24,13 @@ ONE, HALF = tl.constexpr(1 << 22), tl.constexpr(1 << 21)
 ROWS, PIXELS = 8, 1024  # of a program
 # Columns of the table of images, int64: of the crop, and of the image that it is resized to, height and width; row and
 # column of the result in that; whether the resize is bicubic; the crop's address; bytes from one row, pixel and channel
-# to the next; flip; kinds of three colour changes; top, left, height, width of the erased box.
-COLUMNS = tl.constexpr(19)
-RESIZED, FIRST, CUBIC, ADDRESS, STRIDES, FLIP, KINDS, ERASED = (tl.constexpr(n) for n in (2, 4, 6, 7, 8, 11, 12, 15))
+# to the next; flip; kinds of three colour changes; top, left, height, width of the erased box; turned; rows of
+# the crops before it; most pixels that one of its result reads. Crop and levels of a turned image are transposed, since
+# Pillow resizes its height first.
+COLUMNS = tl.constexpr(22)
+RESIZED, FIRST, CUBIC, ADDRESS, STRIDES, FLIP, KINDS, ERASED, TURNED, BEFORE, TAPS = (
+    tl.constexpr(n) for n in (2, 4, 6, 7, 8, 11, 12, 15, 19, 20, 21)
+)
 IS_CONTRAST, IS_SATURATION = tl.constexpr(CONTRAST), tl.constexpr(SATURATION)
 
 
@@ -55,11 +59,12 @@ def weights_kernel(table, starts, weights, side, taps, width: tl.constexpr):
     count = tl.minimum((centre + support + 0.5).to(tl.int64), size) - start
     narrow = 1.0 / stretch
     total = tl.zeros((width,), tl.float64)
-    for tap in range(taps):
+    own = tl.load(table + image * COLUMNS + TAPS).to(tl.int32)
+    for tap in range(own):
         weight = filtered(((start + tap).to(tl.float64) - centre + 0.5) * narrow, cubic)
         total += tl.where(tap < count, weight, 0.0)
     result = weights + (image * 2 + axis) * taps * side + at
-    for tap in range(taps):
+    for tap in range(own):
         weight = filtered(((start + tap).to(tl.float64) - centre + 0.5) * narrow, cubic)
         weight = tl.where(tap < count, weight / total, 0.0) * ONE  # 0 of an empty crop, which Pillow makes black
         whole = (weight + tl.where(weight < 0, -0.5, 0.5)).to(tl.int32)
@@ -73,41 +78,46 @@ def level(total):
     return tl.minimum(tl.maximum(total >> WEIGHT_BITS, 0), 255).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["taps", "height"])  # which batches differ in
+@triton.jit(do_not_specialize=["taps"])  # in which batches differ
 def widths_kernel(
-    table, starts, weights, result, side, taps, height, channels: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
+    table, starts, weights, result, side, taps, channels: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
 ):
-    """Some rows of a crop resized horizontally, uint8 [channels, height, side]."""
+    """Some rows of a crop resized horizontally, uint8 [channels, its height, side] after those of the crops before."""
     image, y, x = tl.program_id(0), tl.program_id(1) * rows + tl.arange(0, rows), tl.arange(0, width)
     row = table + image * COLUMNS
+    if tl.program_id(1) * rows >= tl.load(row):  # of the highest crop alone
+        return
     source = tl.load(row + ADDRESS).to(tl.pointer_type(tl.uint8))
     lines = source + (y * tl.load(row + STRIDES))[:, None]
-    step, inside = tl.load(row + STRIDES + 1), y < tl.load(row)
+    step, height, own = tl.load(row + STRIDES + 1), tl.load(row), tl.load(row + TAPS).to(tl.int32)
+    inside, before = y < height, tl.load(row + BEFORE) * channels
     first = tl.load(starts + (image * 2 + 1) * side + x, mask=x < side, other=0)
     for channel in tl.static_range(channels):
         total = tl.full((rows, width), HALF, tl.int32)
-        for tap in range(taps):
+        for tap in range(own):
             weight = tl.load(weights + ((image * 2 + 1) * taps + tap) * side + x, mask=x < side, other=0)
             pixels = lines + channel * tl.load(row + STRIDES + 2) + ((first + tap) * step)[None, :]
             levels = tl.load(pixels, mask=inside[:, None] & (weight != 0)[None, :], other=0)
             total += levels.to(tl.int32) * weight[None, :]
-        to = result + ((image * channels + channel) * height + y).to(tl.int64)[:, None] * side + x[None, :]
+        to = result + (before + channel * height + y)[:, None] * side + x[None, :]
         tl.store(to, level(total), mask=inside[:, None] & (x < side)[None, :])
 
 
-@triton.jit(do_not_specialize=["taps", "height"])
+@triton.jit(do_not_specialize=["taps"])
 def heights_kernel(
-    starts, weights, lines, result, side, taps, height, channels: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
+    table, starts, weights, lines, result, side, taps, channels: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
 ):
     """Some rows of a result, of rows [channels, height, side], uint8 [channels, side, side]."""
+    row = table + tl.program_id(0) * COLUMNS
+    height, before, own = tl.load(row), tl.load(row + BEFORE) * channels, tl.load(row + TAPS).to(tl.int32)
     image, y, x = tl.program_id(0), tl.program_id(1) * rows + tl.arange(0, rows), tl.arange(0, width)
     inside = (y < side)[:, None] & (x < side)[None, :]
     first = tl.load(starts + image * 2 * side + y, mask=y < side, other=0)
     for channel in tl.static_range(channels):
         total = tl.full((rows, width), HALF, tl.int32)
-        for tap in range(taps):
+        for tap in range(own):
             weight = tl.load(weights + (image * 2 * taps + tap) * side + y, mask=y < side, other=0)
-            pixels = lines + ((image * channels + channel) * height + first + tap).to(tl.int64)[:, None] * side
+            pixels = lines + (before + channel * height + first + tap)[:, None] * side
             levels = tl.load(pixels + x[None, :], mask=inside & (weight != 0)[:, None], other=0)
             total += levels.to(tl.int32) * weight[:, None]
         to = result + ((image * channels + channel) * side + y).to(tl.int64)[:, None] * side + x[None, :]
@@ -174,7 +184,8 @@ def finish_kernel(
     image, at = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
     row, pixels = table + image * COLUMNS, side * side
     inside, y, x = at < pixels, at // side, at % side
-    seen = y * side + tl.where(tl.load(row + FLIP) != 0, side - 1 - x, x)
+    column = tl.where(tl.load(row + FLIP) != 0, side - 1 - x, x)
+    seen = tl.where(tl.load(row + TURNED) != 0, column * side + y, y * side + column)
     red, green, blue = colours(levels + image.to(tl.int64) * channels * pixels, pixels, seen, inside, channels)
     if change:
         mean = tl.load(means + image)
@@ -191,23 +202,24 @@ def finish_kernel(
         tl.store(to + channel * to_channel, value, mask=inside)
 
 
-def resize(table: Tensor, taps: int, height: int, out: Tensor) -> None:
+def resize(table: Tensor, taps: int, height: int, rows: int, out: Tensor) -> None:
     """Write crops resized into ``out``, uint8 [images, channels, side, side].
 
     Args:
         table: a row for each image, see `COLUMNS`.
         taps: most pixels that one output pixel reads in a direction.
         height: of the highest crop.
+        rows: of all crops.
     """
     images, channels, side, _ = out.shape
     width = triton.next_power_of_2(side)
     starts = torch.empty((images, 2, side), dtype=torch.int32, device=out.device)
     weights = torch.empty((images, 2, taps, side), dtype=torch.int32, device=out.device)
-    lines = torch.empty((images, channels, height, side), dtype=torch.uint8, device=out.device)
+    lines = torch.empty((rows, channels, side), dtype=torch.uint8, device=out.device)
     launch(weights_kernel, (images, 2), table, starts, weights, side, taps, width)
-    sizes = (side, taps, height, channels, ROWS, width)
+    sizes = (side, taps, channels, ROWS, width)
     launch(widths_kernel, (images, triton.cdiv(height, ROWS)), table, starts, weights, lines, *sizes)
-    launch(heights_kernel, (images, triton.cdiv(side, ROWS)), starts, weights, lines, out, *sizes)
+    launch(heights_kernel, (images, triton.cdiv(side, ROWS)), table, starts, weights, lines, out, *sizes)
 
 
 def finish(table: Tensor, factors: Tensor | None, levels: Tensor, values: Tensor, out: Tensor) -> None:

@@ -149,6 +149,8 @@ def test_images_of_odd_sizes(decode: bool, tmp_path: Path) -> None:
     """A pixel, of which timm draws empty crops, lines, and crops so large that processes resize them."""
     sizes = ((1, 1), (1, 300), (200, 2), (3, 2), (SIDE, SIDE), (400, 30), (150, 210), (33, 32))
     write_jpegs(tmp_path, 16, 8, sizes, noise=60.0)
+    smooth(0, (1, 1)).save(tmp_path / "train" / "class0" / "pixel.png")
+    smooth(0, (90, 120), 60.0).save(tmp_path / "val" / "class0" / "portrait.png")
     data = folder(tmp_path)
     wild = Augmentation(
         scale=(0.01, 1.0), ratio=(0.1, 10.0), hflip=1.0, color_jitter=0.9, reprob=1.0, train_interpolation="random"
@@ -156,9 +158,11 @@ def test_images_of_odd_sizes(decode: bool, tmp_path: Path) -> None:
     transform = evaluation_transform(data.form)
     results = []
     for where in ({"device": CPU, "decode": decode}, {}):
-        test = PartLoader(data.test, PartSampler(8, 4, training=False), transform, data.form, **where)
+        test = PartLoader(
+            data.test, PartSampler(num_images(data.test), 4, training=False), transform, data.form, **where
+        )
         results.append([*loader(data, wild, where.get("device"), decode=decode).epoch(1), *test.epoch(1)])
-    assert len(results[0]) == 4 and same(*results)
+    assert len(results[0]) == 5 and same(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
