@@ -33,7 +33,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command believes that there is a GPU; the ranks, and so the decoder, stay on the CPU. It is a level off."""
+    """The command believes that there is a GPU; ranks and decoder stay on the CPU, and the decoder is a level off."""
 
     def decoded(jpegs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
         return [image ^ 1 for image in real(jpegs, **options)]

@@ -1,4 +1,4 @@
-"""What `autopar.train.data.image_kernels` computes, by Pillow on the CPU, image by image."""
+"""The functions of `autopar.train.data.image_kernels`, computed by Pillow on the CPU, image by image."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def resize(table: Tensor, taps: int, height: int, rows: int, out: Tensor) -> Non
     """Write crops resized into ``out``, uint8 [images, channels, side, side]."""
     _, channels, side, _ = out.shape
     for row, to in zip(table.tolist(), out, strict=True):
-        rows, columns, high, wide, top, left, cubic, address, *strides = row[:11]
-        assert rows <= height
-        if rows * columns == 0:  # timm draws such crops of images of few pixels
+        tall, columns, high, wide, top, left, cubic, address, *strides = row[:11]
+        assert tall <= height
+        if tall * columns == 0:  # timm draws such crops of images of few pixels
             to.copy_(
                 levels_of(Image.new("RGB" if channels == 3 else "L", (1, 1)).crop((0, 0, 0, 0)).resize((side, side)))
             )
             continue
-        last = (rows - 1) * strides[0] + (columns - 1) * strides[1] + (channels - 1) * strides[2]
+        last = (tall - 1) * strides[0] + (columns - 1) * strides[1] + (channels - 1) * strides[2]
         content = np.frombuffer((ctypes.c_uint8 * (last + 1)).from_address(address), np.uint8)
-        pixels = np.lib.stride_tricks.as_strided(content, (rows, columns, channels), strides)
+        pixels = np.lib.stride_tricks.as_strided(content, (tall, columns, channels), strides)
         method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
         image = picture(pixels).resize((wide, high), method).crop((left, top, left + side, top + side))
         to.copy_(levels_of(image))

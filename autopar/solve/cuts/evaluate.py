@@ -239,7 +239,7 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
     ranks a third of it stays, with four all).
     """
     if problem.stages == 1:
-        known, key = problem.stage_costs, (0, 0, len(stage_of), buffer_bytes(problem, stage_of)[0])
+        known, key = problem.stage_costs, (0, 0, len(stage_of), buffer_bytes(problem, stage_of)[0], frozenset())
         if key not in known:
             known[key] = assignment_costs(problem, stage_of)[0]
         return (known[key],)
@@ -255,10 +255,10 @@ def is_contiguous(problem: CutProblem, stage_of: Sequence[int]) -> bool:
 
 def counted_before(problem: CutProblem, stage_of: Sequence[int]) -> Sequence[frozenset[int]]:
     """For each stage, the numbers of its weights that an earlier stage of its rank reads too, where they count."""
-    if problem.chunks == 1:
-        return [frozenset()] * problem.stages
     weights = problem.cost.weights
     shared = problem.cost.remember("shared", lambda: [n for n, w in enumerate(weights) if len(w.groups) > 1])
+    if problem.chunks == 1 or not shared:
+        return [frozenset()] * problem.stages
     found: list[set[int]] = [set() for _ in range(problem.stages)]
     for number in shared:
         positions = set[int]()
@@ -281,12 +281,7 @@ def interval_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageC
 
 
 def interval_cost(
-    problem: CutProblem,
-    stage: int,
-    begin: int,
-    end: int,
-    num_buffered: int,
-    without: frozenset[int] = frozenset(),
+    problem: CutProblem, stage: int, begin: int, end: int, num_buffered: int, without: frozenset[int]
 ) -> StageCost:
     """Cost of the groups ``begin`` … ``end`` − 1 on a stage with so many bytes of buffers; made once.
 
@@ -393,7 +388,7 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
 
 
 def weight_costs(problem: CutProblem, members: Sequence[int], held: Sequence[ResidentTensor]) -> dict[str, Any]:
-    """What depends on the weights that a stage holds, by the fields of `StageCost`."""
+    """Fields of `StageCost` that the weights on a stage determine, by name."""
     sums = ("optimizer_seconds", "reduce_seconds", "gather_seconds", "contention_seconds", "num_buckets")
     return {name: sum(getattr(weight, name) for weight in held) for name in sums} | {
         "weight_bytes": sum(map(problem.standing_bytes, held)),

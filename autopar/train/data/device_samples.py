@@ -36,7 +36,7 @@ Pair = tuple[int, int]  # height, width
 
 
 class Draws(NamedTuple):
-    """What is left of timm's transform of an image.
+    """The steps of timm's transform that a GPU does for one image, with their random values.
 
     Args:
         crop: part of the image that is resized, by default to its own size.
@@ -57,12 +57,12 @@ class Draws(NamedTuple):
 
     @staticmethod
     def of(size: Pair) -> Draws:
-        """Nothing, of an image of a size."""
+        """Draws that change nothing in an image of a size."""
         return Draws((0, 0, *size), size)
 
 
 class Prepared(NamedTuple):
-    """A JPEG, uint8 [bytes], or pixels, uint8 [height, width, channels]; their size; what is left of the transform."""
+    """A JPEG, uint8 [bytes], or pixels, uint8 [height, width, channels]; their size; the steps that a GPU does."""
 
     content: np.ndarray
     size: Pair
@@ -163,7 +163,7 @@ class Preparation:
         return Preparation(chain.mode, form.side, steps[:done], steps[done:], seed)
 
     def __call__(self, image: Any) -> Prepared:
-        """Pixels of a PIL image, cropped, and what is left."""
+        """Pixels of a PIL image, cropped, and the steps that a GPU does."""
         image = in_mode(image, self.mode)
         for step in self.steps:
             image = step(image)

@@ -1,8 +1,8 @@
 """Triton kernels that make batches of images: Pillow's resize and colour changes, timm's flips, normalisation, erasing.
 
 Few kernels for whole batches, since each one waits until a training step's kernels leave room. Results equal Pillow's
-to the last bit: its resize (Resample.c of Pillow) sums products with whole weights and rounds after each direction; its
-colour changes (Blend.c) are float32. So products and sums must not be fused.
+to the last bit (10.4 to 13.0): its resize (Resample.c of Pillow) sums products with whole weights and rounds after each
+direction; its colour changes (Blend.c) are float32. So products and sums must not be fused.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
@@ -46,7 +46,7 @@ def filtered(x, cubic):
 
 @triton.jit(do_not_specialize=["taps"])
 def weights_kernel(table, starts, weights, side, taps, width: tl.constexpr):
-    """Of one direction of an image: the first pixel [side] that an output pixel reads, and weights [taps, side]."""
+    """Write the first pixel that each output pixel reads, [side], and weights [taps, side], for one direction."""
     image, axis = tl.program_id(0), tl.program_id(1)
     row = table + image * COLUMNS + axis
     cubic, size = tl.load(table + image * COLUMNS + CUBIC) != 0, tl.load(row)

@@ -59,7 +59,7 @@ class Encoded(NamedTuple):
         """Context that turns errors of reading and of Pillow into a UsageError that names the image."""
         try:
             yield
-        except (OSError, SyntaxError) as error:  # Pillow raises the latter for some broken files
+        except (OSError, SyntaxError, pillow().DecompressionBombError) as error:  # some broken files: SyntaxError
             reason = str(error).split(" <_io.BytesIO")[0]
             raise UsageError(
                 f"Cannot read image {self.name}: {reason}. Replace it, or take it out of the data set."

@@ -212,6 +212,9 @@ def test_an_image_that_cannot_be_read_is_named(workers: int, tmp_path: Path):
     (tmp_path / "train" / "cat" / "2.png").write_bytes(b"no image")
     with pytest.raises(UsageError, match=r"^Cannot read image 2 of 4, .*cat/2\.png: cannot identify image file"):
         tensors(load_data("imagefolder", Wanted(16, folder=tmp_path)), workers=workers)
+    Image.new("1", (14000, 14000)).save(tmp_path / "train" / "cat" / "2.png")  # Pillow takes it for an attack
+    with pytest.raises(UsageError, match=r"^Cannot read image 2 of 4, .*cat/2\.png: Image size \(196000000 pixels\)"):
+        tensors(load_data("imagefolder", Wanted(16, folder=tmp_path)), workers=workers)
 
 
 def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.image_reference import replace_kernels
 from support.pictures import smooth, write_jpegs
 from webdataset.writer import TarWriter
@@ -20,7 +22,7 @@ from autopar.errors import UsageError
 from autopar.train import Augmentation, Batch, Data, Mixup, PartSampler, Selection, Wanted, load_data, num_images
 from autopar.train.data import device_images
 from autopar.train.data.datasets import PHOTO_AUGMENTATION
-from autopar.train.data.device_images import groups
+from autopar.train.data.device_images import groups, heights_first, pillow_order
 from autopar.train.data.device_samples import check_device_images
 from autopar.train.data.loader import PartLoader
 from autopar.train.data.transforms import Chain, evaluation_transform, image_format, training_transform
@@ -163,6 +165,22 @@ def test_images_of_odd_sizes(decode: bool, tmp_path: Path) -> None:
         )
         results.append([*loader(data, wild, where.get("device"), decode=decode).epoch(1), *test.epoch(1)])
     assert len(results[0]) == 5 and same(*results)
+
+
+def test_the_order_in_which_pillow_resizes() -> None:
+    generator = np.random.default_rng(5)
+    orders = set()
+    for number in range(300):
+        height, width, tall, wide = (int(size) for size in generator.integers(1, 260, 4))
+        if number % 8 == 0:
+            height, width = 600, 5
+        image = Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
+        turned = bool(heights_first(np.array([[height, width]]), np.array([[tall, wide]]))[0])
+        between = (width, tall) if turned else (wide, height)
+        once, twice = image.resize((wide, tall)), image.resize(between).resize((wide, tall))
+        assert once == twice, (height, width, tall, wide)
+        orders.add(turned)
+    assert orders == {any(pillow_order()), False}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
