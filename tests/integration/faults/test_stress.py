@@ -280,8 +280,9 @@ def train(folder: Path, launcher: str, axis: str, choose: random.Random, truth: 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_faults_at_random_moments(tmp_path: Path) -> None:
-    seed = int(os.environ.get("AUTOPAR_STRESS_SEED") or (0 if "CI" in os.environ else random.randrange(1 << 32)))
-    trainings = int(os.environ.get("AUTOPAR_STRESS_DRAWS", "200")) // FAULTS_PER_TRAINING
+    in_ci = "CI" in os.environ
+    seed = int(os.environ.get("AUTOPAR_STRESS_SEED") or (0 if in_ci else random.randrange(1 << 32)))
+    trainings = int(os.environ.get("AUTOPAR_STRESS_DRAWS") or (120 if in_ci else 200)) // FAULTS_PER_TRAINING
     print(f"AUTOPAR_STRESS_SEED={seed}")
     before = set(Path("/dev/shm").iterdir())
     kinds = [(launcher, axis) for launcher in ("pool", "torchrun") for axis in ("pp", "dp", "tp")]
