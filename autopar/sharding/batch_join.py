@@ -72,7 +72,10 @@ ADDITIVE = {
     "select.int", "slice.Tensor", "unbind.int", "stack", "cat", "expand", "flip", "roll", "split.Tensor", "chunk",
     "rsub",
 }  # fmt: skip
-MOVING = {*RESHAPES.split(), "expand", "permute", "transpose.int", "clone", "detach", "contiguous", "to.dtype"}
+MOVING = {
+    *RESHAPES.split(), "expand", "permute", "transpose.int", "clone", "detach", "contiguous", "to.dtype",
+    "lift_fresh_copy",
+}  # fmt: skip
 SCALING = {"mul", "div", "true_divide"}
 # Linear in the first operand; with a bias only a mean stays a mean.
 PRODUCTS = {"linear", "matmul", "mm", "mv"}
@@ -80,15 +83,19 @@ PRODUCTS = {"linear", "matmul", "mm", "mv"}
 # compute each element alone are known by their tag, except for names that torch has as aliases.
 WITHIN_SAMPLES = {
     "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "addmv", "affine_grid_generator", "bilinear",
-    "broadcast_tensors", "bucketize", "cdist", "channel_shuffle", "column_stack", "det", "dstack",
-    "fractional_max_pool2d", "fractional_max_pool3d", "hstack", "inner", "linear", "logdet", "max_unpool2d",
-    "max_unpool3d", "outer", "pairwise_distance", "searchsorted", "stft", "vander",
+    "broadcast_tensors", "bucketize", "cdist", "column_stack", "dstack", "fractional_max_pool2d",
+    "fractional_max_pool3d", "hstack", "inner", "linear", "max_unpool3d", "outer", "pairwise_distance", "searchsorted",
+    "stft", "vander",
     "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "divide", "fix", "greater",
     "greater_equal", "imag", "isclose", "isfinite", "isreal", "less", "less_equal", "multiply", "negative", "not_equal",
-    "real", "special_expit", "special_exp2", "special_erf", "special_log1p", "subtract",
+    "real", "subtract",
 }  # fmt: skip
+# Functions of matrices, the last two dims, as torch.linalg's.
+OF_MATRICES = {"cholesky", "det", "inverse", "logdet", "matrix_exp", "matrix_power", "pinverse", "slogdet"}
 # Operations without a rule that have an argument for dims and mix others too.
-ACROSS_DIMS = ("linalg_", "index", "take", "put", "renorm", "rot90")
+ACROSS_DIMS = {"index_put", "linalg_tensorinv", "linalg_tensorsolve", "put", "renorm", "take"}
+# Those whose second operand is the same for all samples: indices into a dim, or a set.
+BY_INDEX = {"index_add", "index_copy", "index_fill", "index_reduce", "isin"}
 CONTINUOUS = ("float", "bfloat", "complex")
 
 
@@ -124,7 +131,7 @@ class JoinAnalysis:
         for weight in self.whole.weights:
             constants = (graph.constants.get(weight.name) for graph in (self.whole, self.part))
             different = replace(UNKNOWN, op=f"{weight.name}, a tensor in its code that depends on the batch")
-            self.joins[weight.name] = SAME if equal_tensors(*constants) else different
+            self.joins[weight.name] = self.constant(*constants) or different
         for value in self.whole.inputs:
             join = ROWS if self.grows(value) else SAME
             self.joins[value.name] = self.checked(join, value, self.part.values.get(value.name), value.name)
@@ -136,6 +143,23 @@ class JoinAnalysis:
         for op in self.whole.ops:  # a buffer that was updated once for each microbatch
             self.joins |= dict.fromkeys(op.mutates, replace(UNKNOWN, op=op.name))
         return self.joins
+
+    def constant(self, ours: torch.Tensor | None, theirs: torch.Tensor | None) -> Join | None:
+        """How a weight or a tensor in the model's code is joined; None if it depends on the batch otherwise."""
+        if ours is None or theirs is None:
+            return SAME if ours is theirs else None
+        if ours.is_meta:
+            return SAME if ours.shape == theirs.shape else None
+        sizes, both = (self.batch, self.samples), (ours, theirs)
+        if tuple(t.numel() for t in both) == sizes and all(torch.equal(t, torch.arange(t.numel())) for t in both):
+            return INDEX
+        if ours.shape == theirs.shape:
+            return SAME if torch.equal(ours, theirs) else None
+        for dim in range(min(ours.ndim, theirs.ndim)):
+            one = theirs.narrow(dim, 0, 1)
+            if tuple(t.shape[dim] for t in both) == sizes and all(torch.equal(one.expand_as(t), t) for t in both):
+                return Join("concatenate", Split(dim))  # of equal parts for all samples
+        return None
 
     def grows(self, value: Value) -> bool:
         """Whether an input has a row per sample."""
@@ -271,7 +295,9 @@ class JoinAnalysis:
             return unknown
         (dim,) = dims
         name = base(op.target)
-        if name.startswith(ACROSS_DIMS) or ("scatter" in name and any(join == SAME for join in read.values())):
+        if name in ACROSS_DIMS or ("scatter" in name and any(join == SAME for join in read.values())):
+            return unknown
+        if name in BY_INDEX and [read[second] for second in op.reads[1:2]] != [SAME]:
             return unknown
         ranks = {len(self.whole.shapes[name]) for name, _ in splits}
         names_other_dims = False
@@ -282,7 +308,9 @@ class JoinAnalysis:
                     return unknown
                 names_other_dims |= bool(named)
         alone = torch.Tag.pointwise in operator(op.target).tags or not op.target.startswith("aten.")
-        if not (names_other_dims or alone or name in WITHIN_SAMPLES):
+        alone |= name.startswith("special_") or name in WITHIN_SAMPLES | BY_INDEX
+        of_matrices = (name in OF_MATRICES or name.startswith("linalg_")) and dim < min(ranks) - 2
+        if not (names_other_dims or alone or of_matrices):
             return unknown
         grows = all(dim < len(value.shape) and value.shape[dim] == self.batch for value in op.outputs)
         return [Join("concatenate", Split(dim))] * len(op.outputs) if grows else unknown
@@ -388,13 +416,6 @@ class OneGraphAnalysis(JoinAnalysis):
             grown = [dim for dim, size in enumerate(op.outputs[0].shape) if size == self.batch]
             return [Join("concatenate", Split(grown[0])) if len(grown) == 1 else SAME]
         return super().candidates(op, twin)
-
-
-def equal_tensors(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two constants are equal; tensors without data are, if their shapes are."""
-    if one is None or other is None or one.is_meta:
-        return one is other or (one is not None and other is not None and one.shape == other.shape)
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def out_of_place(op: Op, graph: Graph) -> Op | None:

@@ -20,14 +20,14 @@ POOL_3D = "... d! h! w! -> ... z! y! x!"
 PER_ELEMENT = (
     "__and__ __or__ __xor__ __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift "  # a & b is __and__
     "_to_copy abs acos add addcdiv addcmul alias angle asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor "
-    "broadcast_to ceil celu clamp clamp_max clamp_min clone complex conj contiguous copy cos cosh deg2rad detach div "
-    "elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 fill floor floor_divide fmax fmin fmod frac "
-    "full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu "
-    "lerp lift_fresh_copy log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor "
-    "logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like polar pow rad2deg reciprocal relu relu6 "
-    "remainder resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink "
-    "sqrt square sub tan tanh threshold to.device to.dtype to.dtype_layout true_divide trunc where.Scalar "
-    "where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
+    "broadcast_to ceil celu clamp clamp_max clamp_min clone complex conj contiguous copy cos cosh deg2rad detach "
+    "digamma div elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 fill floor floor_divide fmax fmin "
+    "fmod frac full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le "
+    "leaky_relu lerp lgamma lift_fresh_copy log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not "
+    "logical_or logical_xor logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like polar pow "
+    "rad2deg reciprocal relu relu6 remainder resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign silu sin "
+    "sinc sinh softplus softshrink sqrt square sub tan tanh threshold to.device to.dtype to.dtype_layout true_divide "
+    "trunc where.Scalar where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
 )
 RESHAPES = "_unsafe_view flatten.using_ints reshape reshape_as squeeze unflatten.int unsqueeze view.default view_as"
 # Stateful random operations; `autopar.trace.passes.random_ops` rewrites most of them before rules are looked up.
@@ -36,8 +36,8 @@ DRAWN = (
     "normal_functional rand_like randint_like randn_like rrelu uniform"
 )
 NEVER_SPLIT = (
-    "arange empty eye full linspace logspace lstm max.default mean.default meshgrid min.default normal.float_float "
-    "ones rand randint randn randperm scalar_tensor tril_indices triu_indices zeros"
+    "arange empty eye full gru linspace logspace lstm max.default mean.default meshgrid min.default normal.float_float "
+    "ones rand randint randn randperm rnn_relu rnn_tanh scalar_tensor tril_indices triu_indices zeros"
 )
 
 RULES: Mapping[str, str | RuleFunction] = {
@@ -47,11 +47,14 @@ RULES: Mapping[str, str | RuleFunction] = {
     "bmm": "b n k, b k m -> b n m",
     "mv": "n k, k -> n",
     "dot": "k, k ->",
+    "vdot": "k, k ->",
     "outer": "n, m -> n m",
     "matmul": products.matmul,
     "addmm": products.add_matmul,
     "baddbmm": products.add_matmul,
     "einsum": products.einsum,
+    "bilinear": "... i!, ... j!, n i! j!, n -> ... n",
+    "cdist": "... n k!, ... m k! -> ... n m",
     "conv1d": products.convolution,
     "conv2d": products.convolution,
     "conv3d": products.convolution,
@@ -81,6 +84,7 @@ RULES: Mapping[str, str | RuleFunction] = {
     "max_pool2d": POOL_2D,
     "max_pool3d": POOL_3D,
     "max_pool2d_with_indices": "... h! w! -> ... y! x!, ... y! x!",
+    "max_unpool2d": "... h! w!, ... h! w! -> ... y! x!",
     "upsample_linear1d": POOL_1D,
     "upsample_nearest1d": POOL_1D,
     "upsample_nearest2d": POOL_2D,
@@ -88,16 +92,20 @@ RULES: Mapping[str, str | RuleFunction] = {
     "upsample_bilinear2d": POOL_2D,
     "upsample_bicubic2d": POOL_2D,
     "upsample_trilinear3d": POOL_3D,
+    "_upsample_nearest_exact1d": POOL_1D,
+    "_upsample_nearest_exact2d": POOL_2D,
+    "_upsample_nearest_exact3d": POOL_3D,
     "_upsample_bicubic2d_aa": POOL_2D,
     "_upsample_bilinear2d_aa": POOL_2D,
     "grid_sampler": "n c h! w!, n y! x! t! -> n c y! x!",
     "col2im": "n m! p! -> n c! h! w!",
     "im2col": "n c! h! w! -> n m! p!",
+    "channel_shuffle": views.channels_shuffled,
     "pixel_shuffle": views.shuffled,
     "pixel_unshuffle": views.shuffled,
     "pad": views.padded,
     "constant_pad_nd": views.padded,
-    "prelu": "n c ..., c -> n c ...",
+    "prelu": shapes.prelu,
     # dims in another order
     "permute": shapes.reordered(shapes.permute_order),
     "transpose.int": shapes.reordered(shapes.transpose_order),
@@ -105,6 +113,8 @@ RULES: Mapping[str, str | RuleFunction] = {
     "swapdims": shapes.reordered(shapes.transpose_order),
     "t": shapes.reordered(shapes.transpose_order),
     "mT": shapes.reordered(shapes.transpose_order),
+    "mH": shapes.reordered(shapes.transpose_order),
+    "matrix_H": shapes.reordered(shapes.transpose_order),
     "numpy_T": shapes.reordered(shapes.reversed_order),
     "movedim": shapes.reordered(shapes.movedim_order),
     "one_hot": "... -> ... c!",
@@ -122,6 +132,7 @@ RULES: Mapping[str, str | RuleFunction] = {
     "glu": views.split(1, -1),
     "tensor_split.indices": views.cut(2, 0),
     "tensor_split.sections": views.cut(2, 0),
+    "hsplit": views.cut(2, 1),
     "topk": views.cut(2, -1),
     "cat": views.joined,
     "concat": views.joined,
@@ -132,7 +143,8 @@ RULES: Mapping[str, str | RuleFunction] = {
     "repeat_interleave.self_int": views.repeated_each,
     "index.Tensor": views.indexed,
     "index_select": views.index_selected,
-    "gather": views.gathered,
+    "gather": views.gathered(1),
+    "take_along_dim": views.gathered(2),
     # along dims
     "roll": views.along(2, "dims"),
     "flip": views.along(1, "dims"),
@@ -140,6 +152,9 @@ RULES: Mapping[str, str | RuleFunction] = {
     "sort": views.along(1, "dim", -1),
     "cumsum": views.along(1, "dim"),
     "cumprod": views.along(1, "dim"),
+    "cummax": views.along(1, "dim"),
+    "cummin": views.along(1, "dim"),
+    "logcumsumexp": views.along(1, "dim"),
     "tril": "... r! c! -> ... r! c!",
     "triu": "... r! c! -> ... r! c!",
     # fewer dims
@@ -157,6 +172,8 @@ RULES: Mapping[str, str | RuleFunction] = {
     "argmax": views.reduced(1, "dim"),
     "argmin": views.reduced(1, "dim"),
     "logsumexp": views.reduced(1, "dim"),
+    "median.dim": views.reduced(1, "dim"),
+    "quantile.scalar": views.reduced(2, "dim"),
     "linalg_vector_norm": views.reduced(2, "dim"),
     "norm.ScalarOpt_dim": views.reduced(2, "dim"),
     "prod.dim_int": views.reduced(1, "dim"),

@@ -50,11 +50,11 @@ def z(*shape: int) -> Tensor:
 
 
 ONE_OPERAND = """
-    abs acos alias angle asin atan celu ceil clone contiguous cos cosh deg2rad detach elu empty_like erf erfc
-    erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu
-    lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg ones_like rad2deg
-    reciprocal relu relu6 resolve_conj resolve_neg round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus
-    softshrink sqrt square tan tanh trunc zeros_like _to_copy
+    abs acos alias angle asin atan celu ceil clone contiguous cos cosh deg2rad detach digamma elu empty_like erf
+    erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan
+    leaky_relu lgamma lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg
+    ones_like rad2deg reciprocal relu relu6 resolve_conj resolve_neg round rsqrt selu sgn sigmoid sign silu sin
+    sinc sinh softplus softshrink sqrt square tan tanh trunc zeros_like _to_copy
 """.split()  # noqa: SIM905
 TWO_OPERANDS = """
     add.Tensor atan2.default complex.default div.Tensor eq.Tensor floor_divide.default fmax.default fmin.default
@@ -120,7 +120,10 @@ def products() -> Iterator[Case]:
     yield case("bmm.default", x(4, 4, 8), x(4, 8, 12))
     yield case("mv.default", x(4, 8), x(8))
     yield case("dot.default", x(8), x(8))
+    yield case("vdot.default", x(8), x(8))
     yield case("outer.default", x(4), x(8))
+    yield case("bilinear.default", x(4, 8), x(4, 3), x(4, 8, 3), x(4))
+    yield case("cdist.default", x(2, 4, 3), x(2, 8, 3))
     for left, right in (
         ((4, 8), (8, 12)), ((2, 4, 8), (8, 12)), ((4, 8), (4, 8, 4)), ((4, 1, 4, 8), (2, 8, 4)), ((8,), (4, 8, 4)),
         ((4, 8), (8,)), ((8,), (8,)),
@@ -220,14 +223,19 @@ def pixels() -> Iterator[Case]:
     yield case("max_pool2d.default", x(*image), (3, 3), (2, 2), (1, 1))
     yield case("max_pool3d.default", x(*volume), (2, 2, 2))
     yield case("max_pool2d_with_indices.default", x(*image), (2, 2))
+    yield case("max_unpool2d.default", x(*image), torch.arange(0, 256, 4).view(8, 8).expand(image), (16, 16))
     yield case("upsample_linear1d.vec", x(*line), (16,), False, None)
     yield case("upsample_nearest1d.vec", x(*line), (16,), None)
     yield case("upsample_nearest2d.vec", x(*image), None, (2.0, 2.0))
     yield case("upsample_nearest3d.vec", x(*volume), None, (2.0, 2.0, 2.0))
     for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa"):
         yield case(f"{name}.vec", x(*image), (12, 6), False, None)
+    yield case("_upsample_nearest_exact1d.vec", x(*line), (12,), None)
+    yield case("_upsample_nearest_exact2d.vec", x(*image), (12, 6), None)
+    yield case("_upsample_nearest_exact3d.vec", x(*volume), None, (2.0, 2.0, 2.0))
     yield case("upsample_trilinear3d.vec", x(*volume), (8, 8, 8), False, None)
     yield case("grid_sampler.default", x(4, 4, 4, 4), x(4, 2, 8, 2), 0, 0, False)
+    yield case("channel_shuffle.default", x(2, 16, 4, 4), 4)
     yield case("pixel_shuffle.default", x(2, 16, 4, 4), 2)
     yield case("pixel_unshuffle.default", x(2, 4, 8, 8), 2)
     yield case("pad.default", x(*image), (0, 0, 1, 2))
@@ -235,6 +243,7 @@ def pixels() -> Iterator[Case]:
     yield case("pad.default", x(*image), (1, 1, 0, 0), "reflect")
     yield case("constant_pad_nd.default", x(*line), (2, 2), 1.5)
     yield case("prelu.default", x(2, 8, 4, low=-1.0, high=1.0), x(8))
+    yield case("prelu.default", x(2, 8, 4, low=-1.0, high=1.0), x(1))
 
 
 def reshapes() -> Iterator[Case]:
@@ -272,7 +281,9 @@ def reshapes() -> Iterator[Case]:
         yield case(f"{target}.default", x(2, 4, 8), 0, 2)
     yield case("t.default", x(4, 8))
     yield case("t.default", x(4))
-    yield case("mT.default", x(2, 4, 8))
+    for target in ("mT", "mH"):
+        yield case(f"{target}.default", x(2, 4, 8))
+    yield case("matrix_H.default", x(4, 8))
     yield case("numpy_T.default", x(4, 8))
     yield case("movedim.int", x(2, 4, 8, 4), 1, -1)
     yield case("movedim.intlist", x(2, 4, 8, 4), (3, 0), (0, 2))
@@ -310,6 +321,7 @@ def parts() -> Iterator[Case]:
     yield case("tensor_split.indices", x(4, 8, 4), (1,), 1)
     yield case("tensor_split.indices", x(8, 4), (4,))
     yield case("tensor_split.sections", x(4, 8), 2, -1)
+    yield case("hsplit.int", x(4, 8), 2)
     yield case("topk.default", x(4, 8), 3)
     yield case("topk.default", x(4, 8), 4, 0)
     for target in ("cat", "concat"):
@@ -326,6 +338,7 @@ def parts() -> Iterator[Case]:
     yield case("index_select.default", x(4, 8, 4), 1, n(8, 12))
     yield case("gather.default", x(4, 8, 4), 1, n(8, 4, 4, 4))
     yield case("gather.default", x(4, 8), 1, n(8, 2, 4))
+    yield case("take_along_dim.default", x(4, 8, 4), n(8, 4, 4, 4), 1)
 
 
 def mixtures() -> Iterator[Case]:
@@ -338,6 +351,8 @@ def mixtures() -> Iterator[Case]:
     yield case("sort.default", x(4, 8))
     yield case("sort.default", x(4, 8), 0, True)
     yield case("cumprod.default", x(4, 8), 0)
+    for name in ("cummax", "cummin", "logcumsumexp"):
+        yield case(f"{name}.default", x(4, 8), 1)
     yield case("tril.default", x(4, 4, 8))
     yield case("triu.default", x(4, 4, 8), 1)
     yield case("sum.default", x(4, 8))
@@ -358,6 +373,8 @@ def mixtures() -> Iterator[Case]:
         yield case(f"{name}.default", x(4, 8), 1)
     yield case("argmax.default", x(4, 8))
     yield case("logsumexp.default", x(4, 8), (1,))
+    yield case("median.dim", x(4, 8), 1)
+    yield case("quantile.scalar", x(4, 8), 0.3, 1)
     yield case("linalg_vector_norm.default", x(4, 8), 2, (-1,), True)
     yield case("norm.ScalarOpt_dim", x(4, 8), 2, (1,))
     yield case("prod.dim_int", x(4, 8), 1)
@@ -404,6 +421,9 @@ def unsplit() -> Iterator[Case]:
     yield case(
         "lstm.input", x(2, 4, 4), (x(1, 2, 4), x(1, 2, 4)), (x(16, 4), x(16, 4)), False, 1, 0.0, True, False, True
     )
+    yield case("gru.input", x(2, 4, 4), x(1, 2, 4), (x(12, 4), x(12, 4)), False, 1, 0.0, True, False, True)
+    for name in ("rnn_relu", "rnn_tanh"):
+        yield case(f"{name}.input", x(2, 4, 4), x(1, 2, 4), (x(4, 4), x(4, 4)), False, 1, 0.0, True, False, True)
     yield case("meshgrid.indexing", (x(4), x(8)), indexing="ij")
     yield case("normal.float_float", 0.0, 1.0, (4, 8))
     yield case("randint.default", 8, (4,))

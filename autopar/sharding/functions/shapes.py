@@ -20,6 +20,12 @@ def elementwise(call: BoundCall) -> Rule | None:
     return make_rule(call, [o for o in operands if o is not None], [letters])
 
 
+def prelu(call: BoundCall) -> Rule | None:
+    """Each channel of [batch, channels, …] has a slope, or all have one."""
+    letters, (values, slopes) = dim_letters(call.outputs[0]), call.operands
+    return make_rule(call, [letters, letters[1:2] if slopes == values[1:2] else ((),) * len(slopes)], [letters])
+
+
 def like_second(call: BoundCall) -> Rule | None:
     """The first operand in the dtype of the second (type_as); the layout of the second does not matter."""
     if call.operands[0] == call.operands[-1]:

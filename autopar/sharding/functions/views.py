@@ -129,16 +129,25 @@ def indexed(call: BoundCall) -> Rule | None:
     )  # fmt: skip
 
 
-def gathered(call: BoundCall) -> Rule | None:
-    """One dim looked up element by element (gather); the index may be smaller in the others, which are whole then."""
-    if len(call.operands[0]) != len(call.operands[1]) or not call.operands[0]:
-        return None
-    letters, dim = dim_letters(call.operands[0]), call.argument(1, "dim") % len(call.operands[0])
-    index = tuple(
-        letters[i] if size == call.operands[0][i] and i != dim else (f"i{i}",)
-        for i, size in enumerate(call.operands[1])
-    )  # fmt: skip
-    return make_rule(call, [letters, index], [index], whole=[f"d{dim}", *(x[0] for x in index if x[0][0] == "i")])
+def gathered(position: int) -> RuleFunction:
+    """A rule for one dim looked up element by element; the index may be smaller in the others, which are whole then.
+
+    Args:
+        position: of the argument with the dim: 1 in gather, 2 in take_along_dim.
+    """
+
+    def rule(call: BoundCall) -> Rule | None:
+        dim = call.argument(position, "dim")
+        if len(call.operands[0]) != len(call.operands[1]) or not call.operands[0] or dim is None:
+            return None
+        letters, dim = dim_letters(call.operands[0]), dim % len(call.operands[0])
+        index = tuple(
+            letters[i] if size == call.operands[0][i] and i != dim else (f"i{i}",)
+            for i, size in enumerate(call.operands[1])
+        )  # fmt: skip
+        return make_rule(call, [letters, index], [index], whole=[f"d{dim}", *(x[0] for x in index if x[0][0] == "i")])
+
+    return rule
 
 
 # -- dims in equal parts -----------------------------------------------------------------------------------------
@@ -236,3 +245,10 @@ def shuffled(call: BoundCall) -> Rule | None:
     wide_dims: Dims = (*lead, ("c",), ("h", "r"), ("w", "s"))
     sides = (wide_dims, deep_dims) if back else (deep_dims, wide_dims)
     return make_rule(call, [sides[0]], [sides[1]], sizes=sizes, whole="rs")
+
+
+def channels_shuffled(call: BoundCall) -> Rule | None:
+    """Groups of channels are interleaved (channel_shuffle): [n, g c, …] -> [n, c g, …]."""
+    rest, groups = dim_letters(call.operands[0])[2:], call.argument(1, "groups")
+    sizes = {"g": groups, "c": call.operands[0][1] // groups}
+    return make_rule(call, [(("n",), ("g", "c"), *rest)], [(("n",), ("c", "g"), *rest)], sizes=sizes, whole="g")

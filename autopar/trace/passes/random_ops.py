@@ -24,6 +24,7 @@ from autopar.trace.trace import live_ops
 
 RNG_COUNTERS = "autopar.draws"  # name of the input with the counters, [samples, 4] of int64
 MAX_CHOICES = 1 << 16  # integers to draw from 24 random bits: their probabilities differ by at most 0.4 %
+SELU_LIMIT = 1.7580993408473766  # minus the limit of SELU for ever smaller numbers
 PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
 
 
@@ -107,6 +108,33 @@ def drop_by_mask(d: RandomCall, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
     """x where a mask of this shape keeps it, else 0; scaled by 1 / (1 - p)."""
     keep = d.add("ge.Scalar", d.uniform(mask), p)
     return d.add("mul.Scalar", d.add("mul.Tensor", x, keep), 1 / (1 - p) if p < 1 else 0.0)
+
+
+def alpha_dropout(d: RandomCall) -> Ref:
+    """x or SELU's lower limit, scaled and shifted to keep mean and variance."""
+    return alpha_drop_by_mask(d, d.shape(d.operand))
+
+
+def feature_alpha_dropout(d: RandomCall) -> Ref:
+    """As `alpha_dropout`, but drops whole channels."""
+    return alpha_drop_by_mask(d, channels(d.shape(d.operand)))
+
+
+def alpha_drop_by_mask(d: RandomCall, mask: tuple[int, ...]) -> Ref:
+    """Source: Klambauer et al. 2017, Self-Normalizing Neural Networks, section "New dropout technique"."""
+    p = d.arguments["p"]
+    scale = 1 / math.sqrt((SELU_LIMIT**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    keep = d.cast(d.add("ge.Scalar", d.uniform(mask), p))
+    shift = d.add("mul.Scalar", d.add("sub.Scalar", keep, 1 - p), SELU_LIMIT * scale)
+    return d.add("add.Tensor", d.add("mul.Scalar", d.add("mul.Tensor", d.operand, keep), scale), shift)
+
+
+def rrelu(d: RandomCall) -> Ref:
+    """x where it is positive, else x times a number in [lower, upper)."""
+    lower, upper = d.arguments.get("lower", 1 / 8), d.arguments.get("upper", 1 / 3)
+    slope = d.scaled(d.uniform(d.result.shape), upper - lower, lower)
+    positive = d.add("gt.Scalar", d.operand, 0)
+    return d.add("where.self", positive, d.operand, d.add("mul.Tensor", d.operand, slope))
 
 
 def channels(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,6 +221,9 @@ def attention(d: RandomCall) -> Ref:
 FORMS: Mapping[str, Callable[[RandomCall], Ref]] = {
     "dropout": dropout,
     "feature_dropout": feature_dropout,
+    "alpha_dropout": alpha_dropout,
+    "feature_alpha_dropout": feature_alpha_dropout,
+    "rrelu": rrelu,
     "bernoulli": bernoulli,
     "rand": rand,
     "rand_like": rand,

@@ -31,6 +31,7 @@ class Head(nn.Module):
     def __init__(self, function: Callable[[Head, Tensor], Any]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(6, 6), function
+        self.index = nn.Buffer(torch.tensor([0, 2, 2, 1]))
         self.lstm, self.gru = nn.LSTM(6, 5, 2), nn.GRU(6, 5, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Any:
@@ -104,10 +105,23 @@ JOINED: dict[str, Callable[[Head, Tensor], Any]] = {
     "groups": grouped,
     "chosen token": lambda m, h: h[torch.arange(len(h)), h[..., 0].argmax(1)],
     "chosen tokens": lambda m, h: h[torch.arange(len(h))[:, None], (h[:, :2, 0] > 0).long()],
+    "chosen by a list": lambda m, h: h[list(range(len(h))), 2],
     "looked up by all": lambda m, h: h[torch.arange(len(h))[:, None, None], torch.arange(T)[:, None], torch.arange(6)],
     "along other dims": lambda m, h: (h.softmax(1), h.sort(dim=2).values, h.topk(2, dim=1), torch.fft.fft(h).abs()),
     "distances": lambda m, h: torch.cdist(h, m.linear.weight),
     "determinants": lambda m, h: torch.det(h[:, :2, :2]),
+    "matrices": lambda m, h: [
+        torch.linalg.solve(4 * torch.eye(T) + h[..., :T], h),
+        torch.linalg.svdvals(h),
+        h[..., :T].matrix_exp(),
+    ],
+    "turned": lambda m, h: h.rot90(1, (1, 2)),
+    "by index": lambda m, h: (h.index_add(1, m.index, h), torch.take_along_dim(h, h.argsort(1)[:, :2], 1)),
+    "in a set": lambda m, h: torch.isin((9 * h).round(), m.index),
+    "one slope": lambda m, h: F.prelu(h, m.linear.bias[:1]),
+    "enlarged": lambda m, h: F.interpolate(h, size=9, mode="nearest-exact"),
+    "special functions": lambda m, h: torch.special.xlogy(torch.special.i0(h), h.square()),
+    "number per sample": lambda m, h: h * torch.tensor([2.0] * len(h))[:, None, None],
     "products": lambda m, h: h[:, :, :3].cross(h[:, :, 3:], dim=2),
     "mean": lambda m, h: h.mean(),
     "pooled": lambda m, h: m.linear(h.mean((0, 1))) * 2 + 1,
@@ -143,6 +157,14 @@ REFUSED: dict[str, tuple[Callable[[Head, Tensor], Any], str]] = {
     "another sample": (lambda m, h: h[torch.arange(len(h)), h[:, 0].argmax(0)[:1] % T], "through argmax"),
     "swapped samples": (lambda m, h: h[(torch.arange(len(h)) + 1) % len(h)], "through add"),
     "indices": (lambda m, h: torch.arange(len(h)), r"Output 0 of Head is int64\[7\]"),
+    "other numbers per sample": (
+        lambda m, h: h * torch.tensor([*range(1, len(h) + 1)])[:, None, None],
+        "a tensor in its code that depends on the batch",
+    ),
+    "matrix of samples": (lambda m, h: torch.linalg.svdvals(h[:, 0]), "through linalg_svdvals"),
+    "set of samples": (lambda m, h: torch.isin(h, h), "through isin"),
+    "indices of samples": (lambda m, h: h.index_fill(1, h[:, 0, 0].argsort() % T, 0.0), "through argsort"),
+    "indices by samples": (lambda m, h: h.index_fill(1, h[:, 0].argmax(1) % T, 0.0), "through index_fill"),
     "number in a tensor": (lambda m, h: torch.tensor(len(h)), "a tensor in its code that depends on the batch"),
     "rounded mean": (lambda m, h: h.mean().long(), "through to"),
     "some classes": (lambda m, h: F.cross_entropy(h[:, 0], h[:, 1].argmax(1), ignore_index=2), "cross_entropy_loss"),

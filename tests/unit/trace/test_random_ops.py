@@ -112,6 +112,10 @@ FUNCTIONS: dict[str, Draw] = {
     "dropout of windows": Draw(lambda x: F.dropout(x.reshape(-1, 16, 32), 0.3).reshape(x.shape)),
     "dropout in place": Draw(in_place),
     "dropout2d": Draw(lambda x: F.dropout2d(x[..., None], 0.3)[..., 0], ROWS),
+    "alpha dropout": Draw(lambda x: F.alpha_dropout(x, 0.3, True)),
+    "alpha dropout of all": Draw(lambda x: x + F.alpha_dropout(x, 1.0, True) + torch.rand_like(x)),
+    "feature alpha dropout": Draw(lambda x: F.feature_alpha_dropout(x, 0.3, True), ROWS),
+    "rrelu": Draw(lambda x: F.rrelu(x - 1, training=True)),
     "drop path": Draw(lambda x: x * x.new_empty((len(x), 1, 1)).bernoulli_(0.7), BATCH),
     "bernoulli of numbers": Draw(lambda x: torch.bernoulli(x - 0.5)),
     "bernoulli in place of a tensor": Draw(lambda x: torch.empty_like(x).bernoulli_(x - 0.5)),
@@ -297,12 +301,6 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "permuted batch": (lambda: Body(lambda x: x[torch.randperm(len(x))]), "randperm (aten.randperm.default"),
     "fixed batch": (lambda: Body(lambda x: x.reshape(8, 4, 32) + torch.rand(8, 4, 32)), "rand (aten.rand.default"),
     "poisson": (lambda: Body(lambda x: torch.poisson(x)), "poisson (aten.poisson.default"),
-    "alpha dropout": (lambda: Body(lambda x: F.alpha_dropout(x, 0.3, True)), "alpha_dropout (aten.alpha_dropout.defa"),
-    "feature alpha dropout": (
-        lambda: Body(lambda x: F.feature_alpha_dropout(x, 0.3, True)),
-        "dropout (aten.feature_alpha_dropout.default",
-    ),
-    "rrelu": (lambda: Body(lambda x: F.rrelu(x - 1, training=True)), "rrelu (aten.rrelu.default"),
     "multinomial": (
         lambda: Body(lambda x: torch.multinomial(x[:, :, 0], 1).float()),
         "multinomial (aten.multinomial.default",
