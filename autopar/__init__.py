@@ -26,6 +26,7 @@ from autopar.errors import (
     TraceError,
     TrainingError,
     UnknownOpWarning,
+    UnreadableDataError,
     UsageError,
     VariantWarning,
     WorkerError,
@@ -46,8 +47,8 @@ __all__ = [
     "AssumedFiniteWarning", "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError",
     "InfeasibleError", "MicrobatchWarning", "MixedSamplesWarning", "ModelSource", "NonFiniteLossWarning",
     "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
-    "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult", "UsageError", "VariantWarning", "WorkerError",
-    "parallelize", "plan",
+    "TraceError", "TrainingError", "UnknownOpWarning", "UnreadableDataError", "UpdateResult", "UsageError",
+    "VariantWarning", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.

@@ -39,6 +39,10 @@ class CheckpointError(UsageError):
     """A checkpoint cannot be written, or is broken, or of another model; an earlier checkpoint is unchanged."""
 
 
+class UnreadableDataError(UsageError):
+    """An image of a data set cannot be read; the message names it, and the checkpoint saved before, if there is one."""
+
+
 class HardwareError(UsageError):
     """A cost-model file is unknown, incomplete or malformed."""
 

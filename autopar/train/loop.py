@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from autopar.api.model import ParallelModel
 from autopar.api.step_result import StepResult
-from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
+from autopar.errors import NonFiniteLossWarning, TrainingError, UnreadableDataError, UsageError
 from autopar.ir.units import of_type, plural
 from autopar.train.callbacks import Callback
 from autopar.train.data.iterable_loader import IterableLoader, check_equal_parts
@@ -140,8 +140,11 @@ class Trainer:
         hooks run, `Checkpoints` saves, and KeyboardInterrupt or SystemExit(143) is raised. The second one raises it
         immediately. A handler of the caller's for one of the signals stays in place.
 
+        An image that cannot be read ends it in the same way, except under torchrun, where only its rank knows.
+
         Raises:
             TrainingError: a loss is not finite; names epoch and step. Checkpoints are unchanged.
+            UnreadableDataError: an image cannot be read.
         """
         with ExitStack() as ends:
             self.interrupt = ends.enter_context(deferred_interrupts())
@@ -153,13 +156,26 @@ class Trainer:
                     self.train_epoch()
                     self.finish_epoch()
             except TrainingInterrupted:
-                self.report_steps(all_of_them=True)
-                for callback in self.callbacks:
-                    callback.on_interrupt(self)
+                self.end_early()
                 if self.interrupt.terminated:
                     raise TrainingTerminated from None
                 raise
+            except UnreadableDataError as error:
+                if self.pm.machine.launched is not None:
+                    raise
+                self.pm.zero_grad()  # of the update's batches before
+                self.end_early()
+                if self.saved != self.position:
+                    raise
+                message = f"{error} The training until then is saved in {self.checkpoint}."
+                raise UnreadableDataError(message) from error
         return self.history
+
+    def end_early(self) -> None:
+        """Report updates and run `on_interrupt` hooks between two updates, or in an evaluation."""
+        self.report_steps(all_of_them=True)
+        for callback in self.callbacks:
+            callback.on_interrupt(self)
 
     def stop_if_interrupted(self, wait: bool = False) -> None:
         """Raise TrainingInterrupted on all ranks if any got a signal; one batch late, or immediately with ``wait``."""

@@ -134,7 +134,10 @@ def run_to_the_end(asked: Run) -> None:
         if is_rank_zero():
             save_plan(plan, asked.folder / PLAN)
             show_plan(plan)
-            length = f"{plural(asked.epochs, 'epoch')} of {plural(trainer.position.steps, 'update')}"
+            at = trainer.position
+            length = f"{plural(asked.epochs, 'epoch')} of {plural(at.steps, 'update')}"
+            if checkpoint is not None:
+                length += f"; goes on from {checkpoint} in epoch {at.epoch}, after {plural(at.step, 'update')}"
             typer.echo(f"\n{data}; {length}\n")
         fit(trainer)
         score = partial(ReferenceScore.of, pm, data, asked.at_once, source.channels_last)

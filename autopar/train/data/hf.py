@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from autopar.train.timm_optional import needed
 IMAGE_KEYS, LABEL_KEYS = ("image", "img"), ("label", "labels", "fine_label")
 TRAINING_SPLIT, TEST_SPLITS = "train", ("validation", "val", "test")
 SAVED = ("dataset_dict.json", "state.json")  # files of save_to_disk
+STRINGS = ("string", "large_string")  # dtypes
 ROWS_AT_ONCE = 16
 STREAMED_PARTS = 64  # of a saved data set
 
@@ -41,7 +43,8 @@ class Columns:
         if not isinstance(number, int) or not 0 <= number < self.num_classes:
             raise UsageError(
                 f"{name} is of class {label!r}, which is none of {plural(self.num_classes, 'class', 'es')}. "
-                "Give the number of classes with --num-classes, or another column with --target-key."
+                "Give the number of classes with --num-classes, another column with --target-key, or, of test images "
+                "without classes, another split with --val-split, such as 'train[90%:]'."
             )
         return number
 
@@ -135,6 +138,7 @@ def read_hf(name: str, wanted: Wanted) -> Parts:
     usual = next((split for split in TEST_SPLITS if split in splits), " or ".join(TEST_SPLITS))
     test = chosen(name, splits, "--val-split", selection.val_split or usual)
     columns = columns_of(name, train, selection)
+    check_test_columns(name, columns, train, test)
     streaming = selection.streaming
     return Parts(
         part_of(name, train, columns, streaming, wanted.num_train, "--train-num-samples"),
@@ -193,19 +197,40 @@ def columns_of(name: str, rows: Any, selection: Selection) -> Columns:
     kind = features[label]
     if isinstance(kind, datasets.ClassLabel):
         return Columns(image, label, None, selection.num_classes or kind.num_classes)
-    if not isinstance(kind, datasets.Value) or not (kind.dtype == "string" or "int" in kind.dtype):
+    if not isinstance(kind, datasets.Value) or not (kind.dtype in STRINGS or "int" in kind.dtype):
         raise UsageError(f"Column {label} of data set {name!r} is {kind}, not classes. Name another with --target-key.")
     if not isinstance(rows, datasets.Dataset):
-        if selection.num_classes is None or kind.dtype == "string":
+        if selection.num_classes is None or kind.dtype in STRINGS:
             raise UsageError(
                 f"Column {label} of data set {name!r} is {kind.dtype}, and it is streamed: which classes there are is "
                 "not known. Give --num-classes if they are numbers from 0, or leave --streaming out."
             )
         return Columns(image, label, None, selection.num_classes)
     values = rows.unique(label)
-    if kind.dtype == "string":
+    if kind.dtype in STRINGS:
         return Columns(image, label, {value: i for i, value in enumerate(sorted(values))}, len(values))
     return Columns(image, label, None, selection.num_classes or 1 + max(values))
+
+
+def check_test_columns(name: str, columns: Columns, train: Any, test: Any) -> None:
+    """Check that test images have the columns of training images, and that a class has one number in both.
+
+    Raises:
+        UsageError: they have not.
+    """
+    for key in (columns.image, columns.label):
+        if test.features and key not in test.features:
+            raise UsageError(
+                f"The test images of data set {name!r} have no column {key}; they have {', '.join(test.features)}. "
+                "Name another split with --val-split, or a part of the training images, such as 'train[90%:]'."
+            )
+    ours, theirs = (getattr((rows.features or {}).get(columns.label), "names", None) for rows in (train, test))
+    if ours is not None and theirs is not None and ours != theirs:
+        number, names = next((i, pair) for i, pair in enumerate(zip_longest(ours, theirs)) if len(set(pair)) > 1)
+        raise UsageError(
+            f"Data set {name!r}: class {number} of column {columns.label} is {names[0]!r} in the training images and "
+            f"{names[1]!r} in the test images. Give both splits the same ClassLabel with cast_column."
+        )
 
 
 def column(name: str, features: Mapping[str, Any], flag: str, given: str | None, usual: Sequence[str]) -> str:

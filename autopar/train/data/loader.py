@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autopar.api.model import ParallelModel
-from autopar.errors import UsageError
+from autopar.errors import UnreadableDataError, UsageError
 from autopar.train.data.datasets import Data
 from autopar.train.data.device_images import DeviceBatches, DeviceTransform
 from autopar.train.data.device_samples import EncodedSamples, Preparation, check_device_images, collate_prepared
@@ -164,7 +164,7 @@ class PartLoader:
         """Batches of an epoch; see `Loader`.
 
         Raises:
-            UsageError: an image cannot be read.
+            UnreadableDataError: an image cannot be read.
         """
         self.sampler.start(number, first)
         if self.stream is not None:
@@ -177,7 +177,7 @@ class PartLoader:
         for batch, count in enumerate(self.sampler.counts(), first):
             part = next(parts)  # zip would keep it, and its memory on a GPU, until the next one
             if isinstance(part, Unreadable):
-                raise UsageError(part.reason)
+                raise UnreadableDataError(part.reason)
             x, y = part
             del part
             update = ((number - 1) * len(self) + batch) // self.group
@@ -235,11 +235,12 @@ def made_on_cpu(source: DataLoader[Any]) -> Iterator[Any]:
     with torch.device("cpu"):
         batches = iter(source)
     while True:
-        with torch.device("cpu"):
-            batch = next(batches, None)
-        if batch is None:
+        try:
+            with torch.device("cpu"):
+                batch = next(batches)
+        except StopIteration:
             return
-        yield batch
+        yield batch  # None is the share of a process that has no image of a small last batch
 
 
 class TimedBatches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -130,6 +130,9 @@ def training_transform(form: Format, augmentation: Augmentation) -> Chain:
     check_interpolation("--train-interpolation", interpolation, (RANDOM, *INTERPOLATIONS))
     if augmentation.aa:
         check_aa(augmentation.aa, form, interpolation)
+    for name, (low, high) in (("scale", augmentation.scale), ("ratio", augmentation.ratio)):
+        if not 0 < low <= high:
+            raise UsageError(f"--{name} {low} {high}: give two numbers above 0, the smaller one first.")
     try:
         transform = made_by_timm(
             "Augmentation",
@@ -144,8 +147,9 @@ def training_transform(form: Format, augmentation: Augmentation) -> Chain:
             re_prob=augmentation.reprob,
         )
     except (AssertionError, KeyError, ValueError, IndexError, TypeError) as error:
+        given = {key: value for key, value in asdict(augmentation).items() if value != getattr(Augmentation(), key)}
         raise UsageError(
-            f"timm does not understand these settings: {augmentation}: {type(error).__name__}: {error}. "
+            f"timm does not understand these settings: {given}: {type(error).__name__}: {error}. "
             "--aa takes texts such as rand-m9-mstd0.5, augmix-m5-w4-d2 or original."
         ) from error
     shifts = []

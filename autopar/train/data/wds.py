@@ -66,7 +66,9 @@ class Shards:
         try:
             number = int(label)
         except ValueError as error:
-            raise UsageError(f"Sample {name}: class {label[:20]!r} is not a whole number.") from error
+            raise UsageError(
+                f"Sample {name}: class {label[:20]!r} is not a whole number. Name another suffix with --target-key."
+            ) from error
         if not 0 <= number < self.num_classes:
             raise UsageError(
                 f"Sample {name} is of class {number}, but there are {plural(self.num_classes, 'class', 'es')}, counted "
@@ -117,6 +119,11 @@ def read_shards(pattern: str, wanted: Wanted) -> Parts:
     num_classes = selection.num_classes
     if num_classes is None or None in counts:
         scans = [scanned(urls, label_keys) for urls in shards]
+        if (wanted.num_test or 0) > scans[1].samples:
+            raise UsageError(
+                f"--val-num-samples {wanted.num_test}: the shards {selection.val_split} have "
+                f"{plural(scans[1].samples, 'image')}. Give at most that number."
+            )
         counts = [count or scan.samples for count, scan in zip(counts, scans)]
         num_classes = num_classes or 1 + max(scan.largest for scan in scans)
     train, test = (

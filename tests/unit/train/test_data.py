@@ -381,7 +381,8 @@ def test_images_are_moved_not_changed():
 @pytest.mark.parametrize(
     ("channels", "augmentation", "message"),
     [
-        (3, Augmentation(aa="nosuchpolicy"), "timm does not understand these settings"),
+        (3, Augmentation(aa="nosuchpolicy"), "timm does not understand these settings: {'aa': 'nosuchpolicy'}: Asser"),
+        (3, Augmentation(scale=(0.5, 0.1)), "--scale 0.5 0.1: give two numbers above 0, the smaller one first."),
         (3, Augmentation(aa="rand-m9-foo"), "timm would ignore 'foo'"),
         (1, Augmentation(aa="rand-m9"), "--aa rand-m9 changes colours, but the images are grey"),
         (

@@ -36,10 +36,10 @@ class Noisy(nn.Sequential):
 
 
 class Signal:
-    """A loader that has Ctrl-C pressed after so many batches of all epochs, counted from 0."""
+    """A loader that has Ctrl-C pressed, or is broken, after so many batches of all epochs, counted from 0."""
 
-    def __init__(self, inner, at: int) -> None:
-        self.inner, self.left = inner, at
+    def __init__(self, inner, at: int, broken: bool) -> None:
+        self.inner, self.left, self.broken = inner, at, broken
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -47,6 +47,8 @@ class Signal:
     def epoch(self, number: int, first: int = 0):
         for batch in self.inner.epoch(number, first):
             if self.left == 0:
+                if self.broken:
+                    raise autopar.UnreadableDataError("Cannot read image 7.")
                 os.kill(os.getpid(), signal.SIGINT)
             self.left -= 1
             yield batch
@@ -65,17 +67,21 @@ NEVER = 99
 
 # An epoch has 5 updates, and 8 batches of evaluation: 4 of the weights and 4 of the averages.
 @pytest.mark.parametrize(
-    ("training", "testing", "pressed", "where"),
+    ("training", "testing", "pressed", "broken", "where"),
     [
-        (2, NEVER, (), (1, 3)),
-        (4, NEVER, (), (1, 5)),
-        (NEVER, 2, (), (1, 5)),
-        (NEVER, 13, (), (2, 5)),
-        (NEVER, NEVER, (Pressed(),), (2, 0)),
+        (2, NEVER, (), False, (1, 3)),
+        (4, NEVER, (), False, (1, 5)),
+        (NEVER, 2, (), False, (1, 5)),
+        (NEVER, 13, (), False, (2, 5)),
+        (NEVER, NEVER, (Pressed(),), False, (2, 0)),
+        (2, NEVER, (), True, (1, 2)),
+        (5, NEVER, (), True, (2, 0)),
+        (NEVER, 2, (), True, (1, 5)),
+        (NEVER, 13, (), True, (2, 5)),
     ],
 )
-def test_ctrl_c_saves_where_the_run_stands(
-    training: int, testing: int, pressed: tuple[Callback, ...], where: tuple[int, int], tmp_path: Path
+def test_ctrl_c_and_an_unreadable_image_save_where_the_run_stands(
+    training: int, testing: int, pressed: tuple[Callback, ...], broken: bool, where: tuple[int, int], tmp_path: Path
 ):
     make = schedule("cosine", 2, 5, warmup_epochs=1, step_on_epochs=False)
     ema = functools.partial(ModelEmaV3, decay=0.5)
@@ -98,10 +104,12 @@ def test_ctrl_c_saves_where_the_run_stands(
     with model() as pm:
         interrupted = run(pm, cut, *pressed, record)
         assert interrupted.eval_loader is not None
-        interrupted.train_loader = Signal(interrupted.train_loader, training)
-        interrupted.eval_loader = Signal(interrupted.eval_loader, testing)
-        with pytest.raises(KeyboardInterrupt):
+        interrupted.train_loader = Signal(interrupted.train_loader, training, broken)
+        interrupted.eval_loader = Signal(interrupted.eval_loader, testing, broken)
+        with pytest.raises(autopar.UnreadableDataError if broken else KeyboardInterrupt) as ended:
             interrupted.fit()
+        saved = f"Cannot read image 7. The training until then is saved in {cut / 'last'}."
+        assert not broken or str(ended.value) == saved
         assert (interrupted.position.epoch, interrupted.position.step) == where
         assert interrupted.saved == interrupted.position and interrupted.checkpoint == cut / "last"
     assert record.calls[-2:] == ["last", "end"] and record.calls.count("last") == max(1, where[0] - (where[1] == 0))

@@ -148,12 +148,15 @@ def test_loader_processes_go_on_to_the_next_epoch(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_evaluation_of_a_stream_counts_each_image_once(name: str, size: int, saved: Path) -> None:
-    data, seen = load(name, saved), []
+@pytest.mark.parametrize(("size", "batch", "workers"), [(1, 4, 0), (2, 4, 1), (1, 6, 2)])
+def test_evaluation_of_a_stream_counts_each_image_once(
+    name: str, size: int, batch: int, workers: int, saved: Path
+) -> None:
+    data, seen = load(name, saved), []  # the last batch has 3 images or 1, fewer than processes
     for rank in range(size):
-        sampler = PartSampler(TEST, 4, rank, size, training=False)
-        loader = PartLoader(data.test, sampler, training_transform(data.form, Augmentation()), data.form, True, rank)
+        sampler = PartSampler(TEST, batch, rank, size, training=False)
+        transform = training_transform(data.form, Augmentation())
+        loader = PartLoader(data.test, sampler, transform, data.form, True, workers)
         seen += [number for batch in loader.epoch(1) for number in numbers([Batch(batch.x[: batch.count], None, 0)])]
     assert sorted(seen) == list(range(TEST))
 
@@ -241,6 +244,25 @@ def test_classes_with_names_are_numbered_in_order(tmp_path: Path) -> None:
         load("hf:{}/parquet", tmp_path, Selection(target_key="kind", streaming=True))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_test_images_have_the_columns_and_classes_of_training_images(streaming: bool, tmp_path: Path) -> None:
+    def rows(kind: str, names: list[str]) -> datasets.Dataset:
+        rows = {"image": [picture(i) for i in range(4)], kind: [0, 1, 1, 0]}
+        features = datasets.Features({"image": datasets.Image(), kind: datasets.ClassLabel(names=names)})
+        return datasets.Dataset.from_dict(rows, features=features)
+
+    selection = Selection(streaming=streaming)
+    for test, message in (
+        (rows("label", ["pig", "cat"]), "class 0 of column label is 'cat' in the training images and 'pig' in the te"),
+        (rows("label", ["cat", "pig", "rat"]), "class 2 of column label is None in the training images"),
+        (rows("kind", ["cat", "pig"]), "have no column label; they have image, kind. Name another split with"),
+    ):
+        folder = tmp_path / message[:12].replace(" ", "")
+        datasets.DatasetDict({"train": rows("label", ["cat", "pig"]), "test": test}).save_to_disk(folder / "saved")
+        with pytest.raises(UsageError, match=re.escape(message)):
+            load("hf:{}/saved", folder, selection)
+
+
 # -- what is missing or wrong ------------------------------------------------------------------------------------------
 
 WDS, VAL = "wds:{}/shards/train-{{0..3}}.tar", "{}/shards/validation-0.tar"
@@ -322,7 +344,9 @@ def test_an_index_tells_the_number_of_images(saved: Path, tmp_path: Path) -> Non
 
 
 def test_more_test_images_than_there_are(saved: Path) -> None:
-    data = load(WDS, saved, Selection(val_split=VAL), num_test=9)
+    with pytest.raises(UsageError, match=r"--val-num-samples 9: the shards .*0\.tar have 7 images\. Give at most"):
+        load(WDS, saved, Selection(val_split=VAL), num_test=9)
+    data = load(WDS, saved, Selection(val_split=VAL, num_classes=3), num_train=24, num_test=9)
     loader = PartLoader(
         data.test, PartSampler(9, 4, training=False), training_transform(data.form, Augmentation()), data.form
     )
