@@ -15,6 +15,7 @@ from autopar.errors import (
     AutoparError,
     CheckpointError,
     DeviceMemoryError,
+    EvaluationWarning,
     HardwareError,
     InfeasibleError,
     MicrobatchWarning,
@@ -27,6 +28,7 @@ from autopar.errors import (
     TrainingError,
     UnknownOpWarning,
     UnreadableDataError,
+    UpdatedStateWarning,
     UsageError,
     VariantWarning,
     WorkerError,
@@ -44,11 +46,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AssumedFiniteWarning", "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError",
-    "InfeasibleError", "MicrobatchWarning", "MixedSamplesWarning", "ModelSource", "NonFiniteLossWarning",
-    "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
-    "TraceError", "TrainingError", "UnknownOpWarning", "UnreadableDataError", "UpdateResult", "UsageError",
-    "VariantWarning", "WorkerError", "parallelize", "plan",
+    "AssumedFiniteWarning", "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError",
+    "EvaluationWarning", "HardwareError", "InfeasibleError", "MicrobatchWarning", "MixedSamplesWarning", "ModelSource",
+    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError",
+    "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UnreadableDataError",
+    "UpdateResult", "UpdatedStateWarning", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.

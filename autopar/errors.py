@@ -99,6 +99,10 @@ class CompileAheadWarning(UserWarning):
     """Processes that compile before the first step failed; ranks compile in their place."""
 
 
+class EvaluationWarning(UserWarning):
+    """The model's eval mode cannot be traced, so it can only be trained."""
+
+
 class FrozenNumberWarning(UserWarning):
     """A model's forward changes a Python number at each call, of which its trace keeps one value."""
 
@@ -129,6 +133,10 @@ class ResumeWarning(UserWarning):
 
 class UnknownOpWarning(UserWarning):
     """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""
+
+
+class UpdatedStateWarning(UserWarning):
+    """A forward updates weights or buffers, which happens for each microbatch, and on each replica by its samples."""
 
 
 class VariantWarning(UserWarning):

@@ -451,6 +451,10 @@ class ParallelModel:
         with self._dispatcher.compared("stats", reads_only=True):
             return self._call("stats")
 
+    def check_evaluates(self) -> None:
+        """Raise a TraceError if the model cannot be called in eval mode, because that could not be traced."""
+        self._programs.check_evaluates()
+
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Peak bytes of tensors on each rank during a training step; does the step, more slowly than `train_step`.
 

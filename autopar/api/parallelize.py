@@ -27,7 +27,7 @@ from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.api.recipe_check import check_recipe, try_recipe
-from autopar.errors import PlanDependentRandomWarning, UsageError, caller_level
+from autopar.errors import PlanDependentRandomWarning, UpdatedStateWarning, UsageError, caller_level
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.plan_constraints import check_choice
@@ -41,6 +41,8 @@ from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.launch.start_exchange import StartExchange
 from autopar.runtime.launch.torch_settings import without_caller_modes
 from autopar.runtime.spec import LossOver, Parameters, RankSpec, TrainingRecipe
+from autopar.sharding.lookup import key_of
+from autopar.sharding.table import UPDATING
 from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import weight_tensors
 
@@ -146,6 +148,7 @@ def parallelize(
         programs = ProgramCache(model, chosen, call, graph)
         check_device(programs.plan.precision, machine)
         warn_of_plan_dependent_random(programs.example)
+        warn_of_updated_state(programs.example, chosen)
         if loss_over == "microbatch":
             warn_of_mixed_samples(programs.example, call.batch, partial(programs.whole_graph, "train", call))
         specs = rank_specs(programs, machine, recipe, options)
@@ -251,5 +254,30 @@ def warn_of_plan_dependent_random(graph: Graph) -> None:
             "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
             "F.dropout.",
             PlanDependentRandomWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def warn_of_updated_state(graph: Graph, plan: Plan) -> None:
+    """Warn of weights and buffers that a forward updates more often than on one device, or by other samples.
+
+    Norms do so too, by the definition of a microbatch.
+    """
+    norms = {op.module for op in graph.ops if key_of(op.target) in UPDATING}
+    by_samples = {value.name for value in graph.inputs}
+    found: dict[str, str] = {}
+    for op in graph.ops:
+        reads_samples = not by_samples.isdisjoint(op.reads)
+        if reads_samples:
+            by_samples |= {*(value.name for value in op.outputs), *op.mutates}
+        if op.module not in norms and (plan.microbatches > 1 or (plan.mesh.dp > 1 and reads_samples)):
+            found |= dict.fromkeys(op.mutates, op.source)
+    if found:
+        listed = ", ".join(f"{name}{f' at {source}' if source else ''}" for name, source in list(found.items())[:3])
+        warnings.warn(
+            f"The forward of {graph.model} updates {listed}{', …' if len(found) > 3 else ''}: once for each of "
+            f"{plural(plan.microbatches, 'microbatch', 'es')}, by the samples of a replica. On one device it would "
+            "once, by the batch; so it does with microbatches=1 and dp=1.",
+            UpdatedStateWarning,
             stacklevel=caller_level(),
         )

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from autopar.api.plan_check import check_strategies, weight_layouts
 from autopar.api.recompute import with_recompute_segments
 from autopar.api.variants import MANY_VARIANTS, argument_names, warn_of_variants
 from autopar.codegen.split import follow_plan, split, weight_stages
-from autopar.errors import TraceError, UsageError
+from autopar.errors import EvaluationWarning, TraceError, UsageError, caller_level
 from autopar.ir.graph import Graph, Mode
 from autopar.ir.layout import REPLICATED, TP, look_up
 from autopar.ir.plan import Plan
@@ -31,6 +32,7 @@ from autopar.trace.export import ADVICE
 from autopar.trace.lower import lower_model
 from autopar.trace.python_state import no_python_random
 
+UNMODIFIED = "Train, and evaluate the unmodified model with pm.state_dict()."
 Programs = tuple[tuple[Program, ...], ...]  # by shard, then by stage
 
 
@@ -66,6 +68,8 @@ class ProgramCache:
     def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
         """Trace both modes at the planned microbatch shape and split them by the plan.
 
+        A model whose eval mode cannot be traced is trained all the same, with an EvaluationWarning.
+
         Args:
             example: a call at the global batch.
             graph: the training graph, if it was traced already; used if it has the plan's microbatch size.
@@ -91,14 +95,22 @@ class ProgramCache:
         self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
         train = self.split(graph, self.train_stage_of, planned=True)
         trained_on = weight_stages([(graph, train[0])])
-        evaluated = self.trace_first(microbatch, "eval")
+        self.example, self.holders = graph, trained_on
+        self.planned = (self.add("train", microbatch, graph, train).number,)
+        self.untraced: TraceError | None = None  # why there are no programs of the eval mode
+        try:
+            evaluated = self.trace_first(microbatch, "eval")
+        except TraceError as error:
+            self.untraced = error
+            warn(
+                f"{error} This concerns eval mode alone, in which calls are refused: {UNMODIFIED}",
+                EvaluationWarning,
+                stacklevel=caller_level(),
+            )
+            return
         evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
         self.holders = weight_stages([(graph, train[0]), (evaluated, evaluation[0])])
-        self.example = graph
-        self.planned = (
-            self.add("train", microbatch, graph, train).number,
-            self.add("eval", microbatch, evaluated, evaluation).number,
-        )
+        self.planned += (self.add("eval", microbatch, evaluated, evaluation).number,)
 
     @property
     def positions(self) -> Mapping[str, tuple[int, ...]]:
@@ -167,6 +179,11 @@ class ProgramCache:
                 set_modes(now)
                 self.assigned |= assigned
                 self.structure = model_structure(self.model, self.assigned)
+
+    def check_evaluates(self) -> None:
+        """Raise the TraceError of the eval mode, if that could not be traced."""
+        if self.untraced is not None:
+            raise TraceError(f"{self.untraced} {UNMODIFIED}") from self.untraced
 
     def check_unchanged(self, call: Call) -> None:
         """Raise a UsageError if the model's structure has changed since its last trace."""
@@ -239,7 +256,10 @@ class ProgramCache:
 
         Raises:
             UsageError: the model does not take this shape, or has changed.
+            TraceError: as `check_evaluates`.
         """
+        if mode == "eval":
+            self.check_evaluates()
         try:
             return self.trace(call, mode)
         except TraceError as error:

@@ -151,7 +151,9 @@ class JoinAnalysis:
         if ours.is_meta:
             return SAME if ours.shape == theirs.shape else None
         sizes, both = (self.batch, self.samples), (ours, theirs)
-        if tuple(t.numel() for t in both) == sizes and all(torch.equal(t, torch.arange(t.numel())) for t in both):
+        if tuple(t.numel() for t in both) == sizes and all(
+            torch.equal(t, torch.arange(t.numel(), device=t.device)) for t in both
+        ):
             return INDEX
         if ours.shape == theirs.shape:
             return SAME if torch.equal(ours, theirs) else None
@@ -416,6 +418,11 @@ class OneGraphAnalysis(JoinAnalysis):
             grown = [dim for dim, size in enumerate(op.outputs[0].shape) if size == self.batch]
             return [Join("concatenate", Split(grown[0])) if len(grown) == 1 else SAME]
         return super().candidates(op, twin)
+
+
+def is_arange(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is [0, 1, 2, …]."""
+    return torch.equal(tensor, torch.arange(tensor.numel(), device=tensor.device))
 
 
 def out_of_place(op: Op, graph: Graph) -> Op | None:

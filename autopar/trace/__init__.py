@@ -8,6 +8,7 @@ Input is a model, a `call.Call` at the microbatch size, a mode and a precision; 
 - `export`, `hooks`, `finite`, `fake`, `frames`, `copy_model`: the export, what it would lose, branches on whether
   activations are finite, and errors with the user's line.
 - `shared_memory`, `python_state`: refusals of weights that overlap in memory, and of Python state that forwards change.
+- `caches`: sets caches back that a forward filled.
 - `convert`, `inplace`, `autocast`, `masks`: nodes to operations; side effects, autocast regions, trivial masks.
 - `passes`: rewrites of the graph: low-precision parameters, autocast, counter-based random numbers.
 

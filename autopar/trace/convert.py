@@ -31,6 +31,7 @@ CAST = torch.ops.aten.to.dtype
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n')
 # Checks of tensor properties that hold in the trace; they compute nothing.
 CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
+OF_DTYPES = ("aten.promote_types", "aten.result_type", "aten.can_cast")  # what reads their results has constants
 DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 DIFFERENTIABLE = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 # Operations that read a tensor's shape or value but propagate no gradient.
@@ -114,7 +115,7 @@ class Converter:
                 f"Cannot use {target} at {source_of(node)}: sizes that depend on tensor values, and operations outside "
                 "ATen, cannot be split. Rewrite it with PyTorch operations whose shapes follow from the inputs' shapes."
             )
-        if str(target).startswith(CHECKS):
+        if str(target).startswith((*CHECKS, *OF_DTYPES)):
             return None
         if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
             raise TraceError(

@@ -19,6 +19,7 @@ from torch.fx import graph_module
 from autopar.errors import TraceError
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import leaves, tree_map
+from autopar.trace.caches import kept_caches
 from autopar.trace.fake import as_on_cpu
 from autopar.trace.finite import FiniteBranches, warn_of_finite_branches
 from autopar.trace.frames import frame_text, user_frame
@@ -115,12 +116,19 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     try:
         if model.training != (mode == "train"):  # keeps submodules that a training model has in eval mode (frozen)
             model.train(mode == "train")
-        with torch.enable_grad(), contextlib.redirect_stderr(said), GradientWatch() as seen, FiniteBranches() as finite:
+        with (
+            kept_caches(model),
+            torch.enable_grad(),
+            contextlib.redirect_stderr(said),
+            GradientWatch() as seen,
+            FiniteBranches() as finite,
+        ):
             program = torch.export.export(model, args, kwargs, strict=False)
             once = dict(after)
             if changed := differing(before, once):  # a second forward tells counters from sizes that forwards keep
                 set_numbers(model, {key: once[key] for key in changed})
-                torch.export.export(model, args, kwargs, strict=False)
+                with contextlib.suppress(Exception):  # a size beside the tensor of that size, which torch has set back
+                    torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
     finally:

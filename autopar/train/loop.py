@@ -102,6 +102,7 @@ class Trainer:
         Raises:
             UsageError: a number is out of range, a loader has no length, or the data-parallel replicas cannot share a
                 DataLoader's batches evenly.
+            TraceError: there is an evaluation loader, but the model's eval mode could not be traced.
         """
         if epochs < 1 or grad_accum_steps < 1:
             raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
@@ -119,6 +120,8 @@ class Trainer:
             )
         if isinstance(train_loader, DataLoader):
             check_equal_parts(train_loader, steps * grad_accum_steps, pm.plan.mesh.dp // pm.data_size)
+        if eval_loader is not None:
+            pm.check_evaluates()
         self.position, self.running = RunPosition(1, 0, steps), EpochSums()
         self.history: list[EpochReport] = []
         self.best: float | None = None

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from support.effort import examples, only
 from torch import Tensor, nn
 
+import autopar
 from autopar import MixedSamplesWarning, UsageError
 from autopar.api.outputs import join_outputs, warn_of_mixed_samples
+from autopar.api.parallelize import warn_of_updated_state
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import leaves
 from autopar.trace.trace import trace
@@ -256,3 +258,38 @@ def test_any_order_of_the_samples_is_joined_or_refused(
     x = torch.arange(batch * 4 * 6).reshape(batch, 4, 6)
     result = joined_or_refused(Rearranged(steps), x, microbatches)
     assert isinstance(result, str) or torch.equal(result[0], result[1])
+
+
+class Centred(nn.Module):
+    """Rows less a running mean, by batch norm, of features or of a weight."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.linear, self.norm = of, nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.mean = nn.Buffer(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.linear(x[:, 0]))
+        if self.of != "nothing":
+            with torch.no_grad():
+                self.mean.lerp_((h if self.of == "features" else self.linear.weight).mean(0), 0.1)
+        return h - self.mean
+
+
+@pytest.mark.parametrize(
+    ("of", "microbatches", "dp", "warns"),
+    [
+        ("features", 2, 1, True), ("features", 1, 1, False), ("features", 1, 2, True), ("weight", 2, 1, True),
+        ("weight", 1, 2, False), ("nothing", 2, 2, False),
+    ],
+)  # fmt: skip
+def test_training_warns_of_state_that_a_forward_updates(of: str, microbatches: int, dp: int, warns: bool) -> None:
+    x = torch.randn(8, T, 6)
+    plan = autopar.plan(Centred(of), dp, x, dp=dp, microbatches=microbatches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_updated_state(trace(Centred(of), (x[: 8 // microbatches // dp],), mode="train"), plan)
+    assert len(caught) == warns
+    if warns:
+        message = r"The forward of Centred updates mean at .*test_outputs\.py:.*: once for each of"
+        assert re.search(message, str(caught[0].message))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import warnings
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,50 @@ def test_a_trace_leaves_no_source_behind() -> None:
     trace(nn.Linear(3, 2), (torch.randn(2, 3),))
     assert set(graph_module._loader.eval_cache) == before[0]
     assert not [name for name in set(linecache.cache) - before[1] if name.startswith("<eval_with_key>")]
+
+
+def points(size: int) -> torch.Tensor:
+    return torch.linspace(0, 1, size)
+
+
+class Points:
+    """Made once for each size, in a dict."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[int, torch.Tensor] = {}
+
+    def __call__(self, size: int) -> torch.Tensor:
+        if size not in self.by_size:
+            self.by_size[size] = points(size)
+        return self.by_size[size]
+
+
+class LastPoints(nn.Module):
+    """Made anew for another size; the attributes are the class's at first."""
+
+    size, made = 0, torch.empty(0)
+
+    def forward(self, size: int) -> torch.Tensor:
+        if self.size != size:
+            self.size, self.made = size, points(size)
+        return self.made
+
+
+@pytest.mark.parametrize("make", [Points, LastPoints, lambda: lru_cache(points), lambda: [{0: Points()}][0][0]])
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_trace_leaves_no_tensors_without_data_in_caches(make: Callable[[], Any], used_before: bool) -> None:
+    model = Body(lambda self, x: self.lin(x) + self.points(x.shape[1]))
+    model.points = make()
+    if used_before:
+        assert torch.equal(model.points(3), points(3))
+    trace(model, (X,), mode="eval")
+    assert type(model.points(X.shape[1])) is torch.Tensor
+    assert torch.equal(model(X), model.lin(X) + points(X.shape[1]))
+
+
+def test_promoted_dtypes() -> None:
+    graph = trace(Body(lambda self, x: self.lin(x).to(torch.promote_types(x.dtype, torch.float64))), (X,))
+    assert [op.name for op in graph.ops] == ["lin.linear", "to"]
 
 
 class Recurrent(nn.Module):
