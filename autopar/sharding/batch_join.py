@@ -151,9 +151,7 @@ class JoinAnalysis:
         if ours.is_meta:
             return SAME if ours.shape == theirs.shape else None
         sizes, both = (self.batch, self.samples), (ours, theirs)
-        if tuple(t.numel() for t in both) == sizes and all(
-            torch.equal(t, torch.arange(t.numel(), device=t.device)) for t in both
-        ):
+        if tuple(t.numel() for t in both) == sizes and all(map(is_arange, both)):
             return INDEX
         if ours.shape == theirs.shape:
             return SAME if torch.equal(ours, theirs) else None

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor  # not public
 
 from autopar.ir.pytree import leaves
+from autopar.trace.fake import FakeTensor
 
 OTHERS = (Tensor, nn.Module, type, types.FunctionType, types.ModuleType, str, bytes, int, float, type(None))
 
@@ -26,7 +26,7 @@ def kept_caches(model: nn.Module) -> Iterator[None]:
     """
     objects, names = plain_objects(model), [(module, set(vars(module))) for module in model.modules()]
     before = [(contents(o), dict(contents(o))) for o in objects]
-    wrappers = [(wrapper, wrapper.cache_info().currsize) for wrapper in cached_functions(model, objects)]
+    wrappers = [(wrapper, wrapper.cache_info().misses) for wrapper in cached_functions(model, objects)]
     try:
         yield
     finally:
@@ -39,8 +39,8 @@ def kept_caches(model: nn.Module) -> Iterator[None]:
             if lacks_data(list(new.values())):
                 for name in new:
                     delattr(module, name)
-        for wrapper, size in wrappers:
-            if wrapper.cache_info().currsize != size:
+        for wrapper, misses in wrappers:
+            if wrapper.cache_info().misses != misses:
                 wrapper.cache_clear()
 
 

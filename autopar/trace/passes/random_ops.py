@@ -121,7 +121,10 @@ def feature_alpha_dropout(d: RandomCall) -> Ref:
 
 
 def alpha_drop_by_mask(d: RandomCall, mask: tuple[int, ...]) -> Ref:
-    """Source: Klambauer et al. 2017, Self-Normalizing Neural Networks, section "New dropout technique"."""
+    """x where a mask of this shape keeps it, else SELU's lower limit; scaled and shifted.
+
+    Source: Klambauer et al. 2017, Self-Normalizing Neural Networks, section "New Dropout Technique".
+    """
     p = d.arguments["p"]
     scale = 1 / math.sqrt((SELU_LIMIT**2 * p + 1) * (1 - p)) if p < 1 else 0.0
     keep = d.cast(d.add("ge.Scalar", d.uniform(mask), p))
