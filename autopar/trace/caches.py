@@ -49,6 +49,11 @@ def lacks_data(values: list[Any]) -> bool:
     return any(isinstance(leaf, FakeTensor) for leaf in leaves(values))
 
 
+def tensors_of(module: nn.Module) -> list[Any]:
+    """Attributes of a module that are tensors, but no parameters nor buffers."""
+    return [value for value in vars(module).values() if isinstance(value, Tensor)]
+
+
 def contents(value: Any) -> dict[Any, Any]:
     """A dict itself, or an object's attributes."""
     return value if isinstance(value, dict) else vars(value)

@@ -19,7 +19,7 @@ from torch.fx import graph_module
 from autopar.errors import TraceError
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import leaves, tree_map
-from autopar.trace.caches import kept_caches
+from autopar.trace.caches import kept_caches, lacks_data, tensors_of
 from autopar.trace.fake import as_on_cpu
 from autopar.trace.finite import FiniteBranches, warn_of_finite_branches
 from autopar.trace.frames import frame_text, user_frame
@@ -102,6 +102,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     own_backward: set[str] = set()
     before, after = numbers_of(model), {}
     buffers: dict[str, torch.Tensor] = {}
+    caching: set[str] = set()  # paths of modules that keep tensors of the forward in attributes
 
     def before_forward(module: nn.Module, _: Any) -> None:
         buffers.update(module.named_buffers(remove_duplicate=False))
@@ -109,6 +110,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     def after_forward(module: nn.Module, _: Any, output: Any) -> None:
         own_backward.update(custom_functions(output))
         after.update(numbers_of(module))
+        caching.update(path for path, part in module.named_modules() if lacks_data(tensors_of(part)))
         keep_buffers(module, buffers)
 
     hooks = model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)
@@ -126,9 +128,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
             program = torch.export.export(model, args, kwargs, strict=False)
             once = dict(after)
             if changed := differing(before, once):  # a second forward tells counters from sizes that forwards keep
-                set_numbers(model, {key: once[key] for key in changed})
-                with contextlib.suppress(Exception):  # a size beside the tensor of that size, which torch has set back
-                    torch.export.export(model, args, kwargs, strict=False)
+                # A size beside a tensor of that size is set back, as torch does with the tensor.
+                set_numbers(model, {key: (before if key[0] in caching else once)[key] for key in changed})
+                torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
     finally:

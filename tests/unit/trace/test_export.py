@@ -150,7 +150,7 @@ class Points:
 
 
 class LastPoints(nn.Module):
-    """Made anew for another size; the attributes are the class's at first."""
+    """Keeps the points of the last size. Before the first call, only its class has the attributes."""
 
     size, made = 0, torch.empty(0)
 

@@ -152,7 +152,8 @@ def test_loader_processes_go_on_to_the_next_epoch(saved: Path) -> None:
 def test_evaluation_of_a_stream_counts_each_image_once(
     name: str, size: int, batch: int, workers: int, saved: Path
 ) -> None:
-    data, seen = load(name, saved), []  # the last batch has 3 images or 1, fewer than processes
+    """Of 7 images in batches of 6, the last batch has fewer images than there are processes."""
+    data, seen = load(name, saved), []
     for rank in range(size):
         sampler = PartSampler(TEST, batch, rank, size, training=False)
         transform = training_transform(data.form, Augmentation())
