@@ -84,17 +84,25 @@ def table(folder: Path) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for result in results:
         ours, plain = (fastest(result, name) for name in ("autopar", "plain"))
-        if ours is None or plain is None:
-            reasons = "; ".join(f"{row['label']}: {row['reason']}" for row in result["rows"] if row["reason"])
-            yield f"| {result['model']}, {result['shape'][0]} | {reasons} | | | |"
+        name = f"{result['model']}, {result['shape'][0]}"
+        if ours is None:
+            yield f"| {name} | {reasons(result)} | | | |"
             continue
-        seconds, others, plan = ours["median_seconds"], plain["median_seconds"], ours["pipeline"]
+        seconds, plan = ours["median_seconds"], ours["pipeline"]
+        mark, others = "", reasons(result)
+        if plain is not None:
+            mark = " ✓" if seconds <= plain["median_seconds"] else " ✗"
+            others = f"{1e3 * plain['median_seconds']:.1f} ms ({plain['label']})"
         peak = max(plan["predicted_bytes"]) / max(ours["peak_bytes"]) - 1
         yield (
-            f"| {result['model']}, {result['shape'][0]} | {1e3 * seconds:.1f} ms {'✓' if seconds <= others else '✗'} "
-            f"| {1e3 * others:.1f} ms ({plain['label']}) "
+            f"| {name} | {1e3 * seconds:.1f} ms{mark} | {others} "
             f"| {plan['predicted_seconds'] / seconds - 1:+.1%} | {peak:+.1%} |"
         )
+
+
+def reasons(result: Mapping[str, Any]) -> str:
+    """Why contestants have no figures."""
+    return "; ".join(f"{row['label']}: {row['reason']}" for row in result["rows"] if row["reason"])
 
 
 def fastest(result: Mapping[str, Any], contestant: str) -> Mapping[str, Any] | None:
