@@ -20,7 +20,6 @@ from autopar.train.data.device_samples import check_device_images
 CPU, GPU, AUTO = "cpu", "gpu", "auto"
 SETTING = "--loader"  # in a checkpoint's settings, if it is not CPU
 ROUNDS, MAX_SECONDS = 3, 10.0  # batches of each loader process that are timed, and limit of a measurement
-ENOUGH = 1.25  # loader processes that are so much faster than the plan trains leave the GPU to the model
 
 MakeLoader = Callable[[bool], PartLoader]
 
@@ -71,9 +70,10 @@ def resumed_loader(possible: str, asked: Run, checkpoint: Path) -> str:
 
 
 def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
-    """The faster loader, by the images a second of all data ranks; prints both. All ranks of torchrun call it.
+    """The loader with which training is faster, by the images a second of all data ranks; prints both.
 
-    Loader processes are also chosen where they are faster than the plan trains.
+    All ranks of torchrun call it. Processes make images while the GPU trains; a GPU does one after the other, because
+    nvJPEG waits for a captured step (docs/benchmarks.md, "Images from files").
 
     Args:
         make: loader of this rank's part of the batches; True lets the GPU decode.
@@ -94,14 +94,14 @@ def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
             del loader  # ends its processes
         by_processes = images_per_second(make(False), workers)
     gpu, cpu = pm.data_sum([by_device, by_processes])
-    needed = pm.plan.prediction.samples_per_second
-    chosen = GPU if gpu > cpu and cpu < ENOUGH * needed else CPU
+    trained = pm.plan.prediction.samples_per_second
+    chosen = GPU if gpu and 1 / (1 / gpu + 1 / trained) > min(cpu, trained) else CPU
     if is_rank_zero():
         processes = f"{cpu:,.0f} on CPU with {plural(workers, 'worker')}"
         if chosen == GPU:
             reason = f"{gpu:,.0f} images/s against {processes}"
         elif gpu > cpu:
-            reason = f"{processes}, {gpu:,.0f} images/s on the GPU; the plan trains {needed:,.0f}"
+            reason = f"{processes}, {gpu:,.0f} images/s on the GPU, but not while it trains {trained:,.0f}"
         else:
             reason = impossible or f"{processes}, {gpu:,.0f} images/s on the GPU"
         typer.echo(f"loader      {chosen}: {reason}\n")
