@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand
 from support.models import Autocast, Tied, TwoHeads, UNet, loss_in_bf16, loss_of_some, main_loss, tiny_vit
-from support.reference import Reference, assert_all_close
+from support.reference import Reference
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -531,7 +531,6 @@ def test_processes_equal_one_device(pp: int, padding: str, tmp_path: Path, reque
         assert alone.train_step(x, y).loss == pytest.approx(on.loss, abs=1e-5)
         for name, tensor in alone.state_dict().items():
             torch.testing.assert_close(tensor, after[name], rtol=0, atol=1e-4)
-        assert_all_close(alone.state_dict(), {**alone.state_dict()}, "state")
         alone.save_checkpoint(tmp_path / "alone")
         expected = alone.state_dict()
     with autopar.parallelize(model, 2 * pp, x, plan=plan, **options) as pm:
