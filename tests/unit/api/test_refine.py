@@ -156,7 +156,7 @@ def questions(draw: st.DrawFn) -> tuple[Constraints, StrategyGraph]:
 
 
 @given(questions())
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 def test_no_sharding_and_no_cuts_are_below_the_bound(question: tuple[Constraints, StrategyGraph]) -> None:
     asked, choices = question
     best = least_seconds(ChoicePrices(choices, graph_of(choices)), asked)
