@@ -192,9 +192,9 @@ def compiled_region(
     weights: Mapping[str, Tensor],
     emit: Emit,
     device: torch.device,
-    recompute: bool = False,
-    keep_order: bool = False,
-    ahead: CompileAhead | None = None,
+    recompute: bool,
+    keep_order: bool,
+    ahead: CompileAhead | None,
 ) -> CompiledRegion:
     """A region that torch.compile compiles at its first call, unless an equal region has been compiled.
 

@@ -99,7 +99,6 @@ class StrategyGraph:
     """
 
     groups: tuple[StrategyGroup, ...]
-    value_bytes: Mapping[str, int]
     resharding: Mapping[tuple[str, Layout, Layout], ReshardingCost] = field(repr=False)
     derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 

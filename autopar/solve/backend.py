@@ -23,13 +23,11 @@ class Outcome:
         found: whether the variables hold a solution.
         bound: proven lower bound in the program's own unit.
         infeasible: proven so.
-        seconds: the solver's wall time.
     """
 
     found: bool
     bound: float
     infeasible: bool
-    seconds: float
 
 
 def default_solver() -> SolverName:
@@ -66,7 +64,7 @@ def run(lp: pulp.LpProblem, solver: SolverName, gap: float, time_limit_seconds: 
         found = lp.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
         value = value_of(lp.objective) if lp.sol_status == pulp.LpSolutionOptimal else 0.0
         bound = value * (1 - gap)
-    return Outcome(found, bound, lp.sol_status == pulp.LpSolutionInfeasible, lp.solutionTime)
+    return Outcome(found, bound, lp.sol_status == pulp.LpSolutionInfeasible)
 
 
 # highspy.SolutionStatus.kSolutionStatusFeasible, written out because highspy may be missing.

@@ -42,11 +42,6 @@ class Schedule:
         return self.build(optimizer)[0]
 
     @property
-    def total_epochs(self) -> int:
-        """Epochs to train for, including cycles, cool-down and a warm-up that precedes the schedule."""
-        return self.build(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0))[1]
-
-    @property
     def length(self) -> str:
         """Length of the schedule, in words."""
         return f"{plural(self.epochs, 'epoch')} of {plural(self.updates_per_epoch, 'update')}"

@@ -146,6 +146,11 @@ class ThreadRanks:
         """Do nothing: there are no processes."""
 
 
+def ranks_of(pm: Any) -> list[Rank]:
+    """Ranks of a model of `in_threads`."""
+    return pm._ranks.ranks
+
+
 def in_threads(
     model: nn.Module,
     plan: Plan,

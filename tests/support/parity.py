@@ -25,6 +25,10 @@ def labels(batch: int, classes: int = 10) -> torch.Tensor:
     return torch.randint(0, classes, (batch,))
 
 
+def images_and_labels(batch: int, side: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    return images(batch, side), labels(batch)
+
+
 def outputs_agree(pm: autopar.ParallelModel, reference: Reference, x: Any) -> None:
     """Check outputs in eval and then in train mode, with the plan's microbatches on both sides."""
     for train in (False, True):

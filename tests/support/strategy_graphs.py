@@ -23,10 +23,10 @@ def strategy_graphs(draw: st.DrawFn, max_groups: int = 4) -> StrategyGraph:
     size, number = draw(st.integers(1, max_groups)), st.integers(0, 9)
     sizes: dict[int, int] = {}
     groups: list[StrategyGroup] = []
-    value_bytes: dict[str, int] = {}
+    values: list[str] = []
     for i in range(size):
         kind = draw(st.integers(0, size - 1))
-        reads = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), max_size=2)))) if value_bytes else ()
+        reads = tuple(sorted(draw(st.sets(st.sampled_from(values), max_size=2)))) if values else ()
         makes = tuple(f"t{i}_{tensor}" for tensor in range(draw(st.integers(1, 2))))
         weights = tuple(sorted(draw(st.sets(st.sampled_from(("w0", "w1")), max_size=2))))
         strategies = []
@@ -42,17 +42,17 @@ def strategy_graphs(draw: st.DrawFn, max_groups: int = 4) -> StrategyGraph:
                 )
             )  # fmt: skip
         groups.append(StrategyGroup(f"g{i}", kind, reads, makes, weights, tuple(strategies)))
-        value_bytes |= {value: RANKS * draw(number) for value in makes}
-    ends = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), min_size=1, max_size=2))))
+        values += makes
+    ends = tuple(sorted(draw(st.sets(st.sampled_from(values), min_size=1, max_size=2))))
     loss = ShardingStrategy("", (), 1e-3, 0.0, 0.0, 0, 0, (REPLICATED,) * len(ends), (), ())
     resharding = {
         (value, made, read): ReshardingCost(draw(number) * 1e-3, draw(number) * 1e-3, draw(number))
-        for value in value_bytes
+        for value in values
         for made in MADE
         for read in READABLE
         if made != read
     }
-    return StrategyGraph((*groups, StrategyGroup("loss", -1, ends, (), (), (loss,))), value_bytes, resharding)
+    return StrategyGraph((*groups, StrategyGroup("loss", -1, ends, (), (), (loss,))), resharding)
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ def vit_strategies(blocks: int, machine: Machine = Machine(), tokens: bool = Tru
         groups += _block(b, machine, tokens)
     groups.append(_group("head", 8, (f"x{blocks}",), ("logits",), (_replicated(1e-4, 1, 1, 1),)))
     groups.append(_group("loss", 9, ("logits",), (), (_replicated(1e-5, 1, 0, 0),)))
-    value_bytes = {value: SAVED for group in groups for value in group.makes}
     resharding = {
         (value, made, read): _resharding_cost(machine, made, read)
-        for value in value_bytes
+        for group in groups
+        for value in group.makes
         for made in MADE
         for read in READABLE
         if made != read
     }
-    return StrategyGraph(tuple(groups), value_bytes, resharding)
+    return StrategyGraph(tuple(groups), resharding)
 
 
 def _group(

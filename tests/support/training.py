@@ -11,6 +11,7 @@ from torch import nn
 import autopar
 from autopar.train import (
     Augmentation,
+    Batch,
     Callback,
     Data,
     Trainer,
@@ -37,6 +38,10 @@ def indexed(images: Images | Stream) -> Images:
     """Images that are read by index."""
     assert not isinstance(images, Stream)
     return images
+
+
+def same(one: list[Batch], other: list[Batch]) -> bool:
+    return all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(one, other, strict=True))
 
 
 def small() -> nn.Module:

@@ -253,10 +253,6 @@ def unet_inputs(channels: int, context: bool) -> Callable[[int], Inputs]:
     return inputs
 
 
-def vae_inputs(batch: int) -> Inputs:
-    return (), {"sample": torch.randn(batch, 3, 32, 32)}
-
-
 def row(
     family: str, name: str, build: Callable[[], nn.Module], inputs: Callable[[int], Inputs], part: str = ""
 ) -> ZooRow:

@@ -220,9 +220,6 @@ def reduce_bytes(weight: Weight, sharing: Sharing) -> int:
     return min(weight.stored_bytes, DTYPE_BYTES[sharing.reduce_dtype] * weight.numel)
 
 
-def bucket_share_seconds(
-    kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1
-) -> float:
+def bucket_share_seconds(kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int) -> float:
     """A tensor's share of the seconds of full buckets: the latency counts in proportion to its bytes."""
-
-    return hardware.collective_seconds(kind, BUCKET_BYTES, ranks, stride) * num_bytes / BUCKET_BYTES
+    return hardware.collective_seconds(kind, BUCKET_BYTES, ranks) * num_bytes / BUCKET_BYTES

@@ -117,9 +117,8 @@ def strategy_graph(
             StrategyGroup(members.anchor.name, kind.number, boundary.reads, boundary.makes, boundary.weights, renamed)
         )
     strategies.append(loss_group(graph, len(numbers)))
-    value_bytes = {name: round(prices.num_bytes(name)) for group in grouped.groups for name in group.boundary.makes}
     resharding = resharding_costs(strategies, groups, first.owners, prices, context)
-    return StrategyGraph(tuple(strategies), value_bytes, resharding)
+    return StrategyGraph(tuple(strategies), resharding)
 
 
 def grouped_model(pricing: Pricing, groups: Sequence[OpGroup], batch_divides: bool) -> GroupedModel:

@@ -219,9 +219,7 @@ def is_unsteady(times: RegionTimes | None) -> bool:
     return times is not None and times.spread > MAX_STEADY_SPREAD
 
 
-def warn_of_times(
-    times: Mapping[str, RegionTimes | None], what: str, failures: Sequence[str] = (), are_used: bool = True
-) -> None:
+def warn_of_times(times: Mapping[str, RegionTimes | None], what: str, failures: Sequence[str], are_used: bool) -> None:
     """Warn of times that lie apart, and of regions that have none.
 
     Args:

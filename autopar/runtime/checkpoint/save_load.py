@@ -67,7 +67,7 @@ def save(rank: CheckpointedRank, folder: str, header: Header, keep: int) -> Chec
     return None
 
 
-def inspect(folder: str, part: int = 0, parts: int = 1) -> Header | CheckpointError:
+def inspect(folder: str, part: int, parts: int) -> Header | CheckpointError:
     """Header of a checkpoint whose files are as they were saved, or the error that this rank finds.
 
     Args:

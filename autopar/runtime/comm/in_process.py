@@ -130,9 +130,6 @@ class LocalTransport:
         self.start_sum(counts, ranks)()
         return counts.tolist()
 
-    def close(self) -> None:
-        """Nothing to release."""
-
 
 def sum_into(total: torch.Tensor, parts: GatherHandle) -> None:
     """Wait for parts, and overwrite ``total`` with their sum, if there are any."""

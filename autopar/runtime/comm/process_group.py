@@ -237,6 +237,7 @@ class ProcessGroupTransport:
         return counts.tolist()
 
     def close(self) -> None:
+        """Destroy the groups that this transport created; the default process group stays."""
         self.symmetric_memory = None
         destroy_groups(self.opened)
 

@@ -112,10 +112,6 @@ class Transport(P2PChannel, FlagChannel, Protocol):
         """Symmetric buffer of some ranks, or None where their GPUs lack peer access; all of them call."""
         ...
 
-    def close(self) -> None:
-        """Destroy the groups that this transport created; the default process group stays."""
-        ...
-
 
 class SymmetricBuffer(Protocol):
     """Memory of each rank of a group that all its ranks can read and write."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -41,16 +40,13 @@ class StepLimit:
         self.slowest_seconds = max(self.slowest_seconds, seconds)
 
 
-NO_LIMIT = StepLimit(inf)
-
-
 def step_numbers(
     losses: torch.Tensor,
     update: UpdateResult | torch.Tensor | None,
     start: Any,
     stopwatch: Stopwatch,
-    marks: StepMarks = (),
-    limit: StepLimit = NO_LIMIT,
+    marks: StepMarks,
+    limit: StepLimit,
 ) -> StepNumbers | LazyMetrics:
     """Metrics of a step that has just been launched; on a GPU lazy ones.
 

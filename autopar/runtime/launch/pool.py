@@ -23,7 +23,7 @@ from autopar.runtime.engine.metrics import StepLimit
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, limit_waits, pickled
-from autopar.runtime.launch.loopback import HOST, loopback_store
+from autopar.runtime.launch.loopback import loopback_store
 from autopar.runtime.launch.replies import GRACE_SECONDS, Replies
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.worker import LEAVE, START_SECONDS, Failure, Start, main
@@ -76,7 +76,7 @@ class WorkerPool:
         try:
             for spec in specs:
                 self.start(spec.rank, environment)
-            starts = [Start(spec, HOST, port, backend, timeout_seconds, num_threads) for spec in pickled]
+            starts = [Start(spec, port, backend, timeout_seconds, num_threads) for spec in pickled]
             self.carry_out("start", "start", {rank: (start,) for rank, start in enumerate(starts)})
             for rank, own in enumerate(tensors):
                 self.carry_out("weights", "start", {rank: (dict(own),)}, borrowed=True)

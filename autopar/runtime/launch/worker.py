@@ -26,6 +26,7 @@ from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.commands import run_command
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
+from autopar.runtime.launch.loopback import HOST
 from autopar.runtime.launch.shared_memory import SharedMemory
 from autopar.runtime.memory.cuda_allocator import let_segments_grow
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
@@ -46,7 +47,6 @@ class Start:
     """Arguments with which a worker joins the process group. ``spec`` is a `RankSpec` pickled with user callables."""
 
     spec: bytes
-    store_host: str
     store_port: int
     backend: str
     timeout_seconds: float
@@ -246,7 +246,7 @@ def join(number: int, start: Start) -> RankSpec:
     else:
         disable_malloc_trim()
     world = spec.mesh.devices
-    store = dist.TCPStore(start.store_host, start.store_port, world, is_master=False)
+    store = dist.TCPStore(HOST, start.store_port, world, is_master=False)
     # Processes start seconds apart; the step's timeout may be shorter.
     store.set(f"started/{number}", "")
     store.wait([f"started/{rank}" for rank in range(world)], timedelta(seconds=START_SECONDS))

@@ -32,16 +32,17 @@ def along(position: int, name: str, default: int | None = None) -> RuleFunction:
     return rule
 
 
-def reduced(position: int, name: str, summed: bool = False) -> RuleFunction:
-    """A rule for outputs without the dims in one argument.
+def reduced(position: int, summed: bool = False) -> RuleFunction:
+    """A rule for outputs without the dims in the argument ``dim``.
 
     Args:
+        position: of that argument.
         summed: whether it is a sum, which partial sums add up to; a mean or a maximum is not.
     """
 
     def rule(call: BoundCall) -> Rule | None:
         letters = dim_letters(call.operands[0])
-        dims = dims_from_front(call.argument(position, name), len(letters))
+        dims = dims_from_front(call.argument(position, "dim"), len(letters))
         kept = [letter for dim, letter in enumerate(letters) if dim not in dims]
         if len(call.outputs[0]) == len(letters):
             kept = [() if dim in dims else letter for dim, letter in enumerate(letters)]
@@ -153,10 +154,10 @@ def gathered(position: int) -> RuleFunction:
 # -- dims in equal parts -----------------------------------------------------------------------------------------
 
 
-def parted(rank: int, dim: int, parts: str, rest: str) -> Dims:
-    """Letters of a tensor with one dim that consists of parts."""
+def parted(rank: int, dim: int) -> Dims:
+    """Letters of a tensor with one dim that consists of parts: factor p numbers them, r is the rest."""
     letters = dim_letters((0,) * rank)
-    return (*letters[:dim], (parts, rest), *letters[dim + 1 :])
+    return (*letters[:dim], ("p", "r"), *letters[dim + 1 :])
 
 
 def split(position: int, default: int = 0) -> RuleFunction:
@@ -178,7 +179,7 @@ def split(position: int, default: int = 0) -> RuleFunction:
             return make_rule(call, [letters], [apart] * len(call.outputs))
         made = (*letters[:dim], ("r",), *letters[dim + 1 :])
         sizes = {"p": shape[dim] // size, "r": size}
-        return make_rule(call, [parted(len(shape), dim, "p", "r")], [made] * len(call.outputs), sizes=sizes)
+        return make_rule(call, [parted(len(shape), dim)], [made] * len(call.outputs), sizes=sizes)
 
     return rule
 
@@ -199,7 +200,7 @@ def joined(call: BoundCall) -> Rule | None:
         return make_rule(call, [apart] * len(call.operands), [apart])
     sizes = {"p": len(call.operands), "r": min(lengths)}
     each = (*letters[:dim], ("r",), *letters[dim + 1 :])
-    return make_rule(call, [each] * len(call.operands), [parted(rank, dim, "p", "r")], sizes=sizes, whole="p")
+    return make_rule(call, [each] * len(call.operands), [parted(rank, dim)], sizes=sizes, whole="p")
 
 
 def stacked(call: BoundCall) -> Rule | None:
@@ -228,7 +229,7 @@ def repeated_each(call: BoundCall) -> Rule | None:
         return None
     dim %= rank
     sizes = {"p": call.operands[0][dim], "r": call.argument(1, "repeats")}
-    made = parted(rank, dim, "p", "r")
+    made = parted(rank, dim)
     return make_rule(call, [(*made[:dim], ("p",), *made[dim + 1 :])], [made], sizes=sizes, whole="r")
 
 

@@ -91,7 +91,7 @@ def resharding_cost(graph: StrategyGraph, value: str, made: Layout, read: Layout
     return graph.resharding[value, made, read]
 
 
-def sharding_cost(graph: StrategyGraph, strategy_index: Sequence[int], in_flight: int = 1) -> ShardingCost:
+def sharding_cost(graph: StrategyGraph, strategy_index: Sequence[int], in_flight: int) -> ShardingCost:
     """Cost of the given strategy of every group; each resharding is paid once per value and layout."""
     chosen = [group.strategies[k] for group, k in zip(graph.groups, strategy_index, strict=True)]
     reshardings: list[ReshardingCost] = []

@@ -141,7 +141,7 @@ def rebuilt_of(
     hardware: str | None,
     opt: str | None,
     model_ema: bool,
-    channels_last: bool = False,
+    channels_last: bool,
 ) -> ReplanContext:
     """Everything that the plan was made from.
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from support.faults import FAULT_SECONDS, alive, mlp, wait_for, workers
 from support.forks import run_on_two
 from support.handmade import plan_by_hand
-from torch import nn
+from support.training import digits, small
 from torch._dynamo.exc import Unsupported
 
 import autopar
@@ -29,7 +29,7 @@ from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageEr
 from autopar.api.batch_agreement import BatchAgreement, check_same_samples, checksum, fingerprint
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics
 from autopar.ir.mesh import Mesh
-from autopar.train import Checkpoints, Data, JsonLog, Trainer, Wanted, evaluation_loader, load_data, training_loader
+from autopar.train import Checkpoints, JsonLog, Trainer, evaluation_loader, training_loader
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 torch.manual_seed(0)
@@ -216,15 +216,6 @@ def test_what_is_raised_while_handling_a_lack_of_memory_is_an_error_of_its_own()
 
 
 # -- the training loop -------------------------------------------------------------------------------------------------
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
-
-
-def digits() -> Data:
-    return load_data("digits", Wanted(8, 1, num_train=100, num_test=20))
 
 
 def run(folder: Path, late: bool, stop_at: int | None = None) -> list[dict[str, Any]]:

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faults import workers
+from support.faults import alive, wait_for, workers
 from support.handmade import plan_by_hand
 from torch import nn
 
@@ -57,20 +55,6 @@ def started(loss_fn: Any = F.cross_entropy) -> autopar.ParallelModel:
     return autopar.parallelize(model, 2, X, loss_fn=loss_fn, plan=plan)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # -- what a fork takes over --------------------------------------------------------------------------------------------
 
 
@@ -106,7 +90,7 @@ def test_a_variable_that_an_import_may_read_makes_another_server(monkeypatch: py
     process = first.process
     del first, kept
     assert process.wait(END_SECONDS) == -signal.SIGKILL
-    wait_for(lambda: not alive(pid))
+    wait_for(lambda: not alive(pid), END_SECONDS)
     assert fork_server(worker_environment(2)) is not second
 
 
@@ -169,7 +153,7 @@ def test_a_server_that_is_killed_takes_its_workers_along() -> None:
     pm = started()
     before, pids = server(), workers()
     before.process.kill()
-    wait_for(lambda: not any(map(alive, pids.values())))
+    wait_for(lambda: not any(map(alive, pids.values())), END_SECONDS)
     with pytest.raises(
         WorkerError,
         match=r"died during .*: killed by SIGKILL, because the fork server ended \(killed by SIGKILL\)\. All other",
@@ -281,6 +265,6 @@ def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
     (server,) = {psutil.Process(pid).ppid() for pid in running.values()}
     os.kill(running[1], signal.SIGSTOP)  # it does not notice by itself
     caller.kill()
-    wait_for(lambda: not any(map(alive, (server, *running.values()))))
+    wait_for(lambda: not any(map(alive, (server, *running.values()))), END_SECONDS)
     assert len(running) == 2
     caller.communicate()

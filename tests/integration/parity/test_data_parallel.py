@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import ADAMW, data
 from support.effort import only
-from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.handmade import even_firsts, in_threads, plan_by_hand, ranks_of
 from support.models import Normed, Tied, TwoHeads, UNet, Updating, loss_of_some, main_loss
 from support.parity import updated_alike
 from support.reference import Reference, assert_all_close, assert_close
@@ -168,7 +168,7 @@ def test_gradients_are_summed_once_a_step_and_while_the_last_backward_runs(monke
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     x, y = torch.randn(12, 8), torch.randint(0, 4, (12,))
     pm = in_threads(model, plan_by_hand(model, x, 3, ["1.linear"], dp=2), x, F.cross_entropy, optimizer=ADAMW)
-    ranks: list[Rank] = pm._ranks.ranks  # type: ignore[union-attr]
+    ranks = ranks_of(pm)
     noted: list[list[str]] = [[] for _ in ranks]
     for rank, notes in zip(ranks, noted, strict=True):
 

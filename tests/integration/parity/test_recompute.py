@@ -16,6 +16,7 @@ from support.cases import MODELS, vectors
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand, with_levels
 from support.models import Normed, Updating, tiny_vit
+from support.parity import images_and_labels
 from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
@@ -53,10 +54,6 @@ class ConvNet(nn.Module):
 def recomputing(plan: Plan) -> Plan:
     """The plan with every stage recomputing."""
     return replace(plan, stages=tuple(replace(stage, recompute="all") for stage in plan.stages))
-
-
-def images(batch: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,))
 
 
 def normed(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,13 +102,13 @@ def test_equals_one_device(name: str, stages: int) -> None:
 )
 def test_worker_processes_equal_one_device(make: Any, mesh: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    model, (pp, tp), (x, y) = make(), mesh, images(8)
+    model, (pp, tp), (x, y) = make(), mesh, images_and_labels(8)
     asked: dict[str, Any] = {"pp": pp, "tp": tp, "dp": 1, "microbatches": 2, "recompute": "all", "optimizer": ADAMW}
     reference = Reference(model, make_optimizer=ADAMW)
     with autopar.parallelize(model, pp * tp, x, **asked) as pm:
         assert [stage.recompute for stage in pm.plan.stages] == ["all"] * len(pm.plan.stages)
         for _ in range(3):
-            x, y = images(8)
+            x, y = images_and_labels(8)
             expected = reference.forward_backward(x, y, 2)
             result = pm.forward_backward(x, y, return_outputs=True)
             assert result.loss == pytest.approx(expected, abs=1e-5)
@@ -129,7 +126,7 @@ DROPPING: dict[str, Any] = {
 
 def test_dropout_drops_the_same_again() -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(**DROPPING), images(8)
+    model, (x, y) = tiny_vit(**DROPPING), images_and_labels(8)
     plan = autopar.plan(model, 1, x, microbatches=2, recompute="none")
     found = []
     for level in ("none", 3, "all"):
@@ -146,7 +143,7 @@ def test_dropout_drops_the_same_again() -> None:
 
 def test_torchs_own_generators_draw_the_same_again() -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(**DROPPING), images(8)
+    model, (x, y) = tiny_vit(**DROPPING), images_and_labels(8)
     found = []
     size = len(trace(model, (x,)).ops)
     for segments in ((), (0, 40, size), (0, 40), (20, 40, 60)):
@@ -193,7 +190,7 @@ def test_an_input_that_is_written_into_is_written_once() -> None:
 
 def test_memory_falls_as_far_as_the_plan_says() -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(depth=8, img_size=96, embed_dim=96), images(16, 96)
+    model, (x, y) = tiny_vit(depth=8, img_size=96, embed_dim=96), images_and_labels(16, 96)
     plan = autopar.plan(model, 2, x, pp=2, microbatches=4, schedule="1f1b", recompute="all")
     without = replace(plan, stages=tuple(replace(stage, recompute="none") for stage in plan.stages))
     measured = {}
@@ -216,7 +213,7 @@ def program_of(pm: Any, stage: int = 0) -> Program:
 
 
 def test_a_plan_is_edited_by_hand(tmp_path: Path) -> None:
-    model, (x, y) = tiny_vit(), images(8)
+    model, (x, y) = tiny_vit(), images_and_labels(8)
     made = autopar.plan(model, 2, x, pp=2, microbatches=2, schedule="1f1b")
     file = tmp_path / "plan.json"
     made.save(file)
@@ -246,7 +243,7 @@ def test_a_plan_is_edited_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_stage_cannot_recompute_more_segments_than_it_has() -> None:
-    model, (x, _) = tiny_vit(), images(8)
+    model, (x, _) = tiny_vit(), images_and_labels(8)
     plan = autopar.plan(model, 2, x, pp=2, microbatches=2, schedule="1f1b", recompute="none")
     count = plan.stages[1].num_segments
     for edited in (with_levels(plan, ["none", count]), with_levels(plan, ["none", 99])):
@@ -262,7 +259,7 @@ def test_a_stage_cannot_recompute_more_segments_than_it_has() -> None:
 
 def test_inputs_of_another_shape_recompute_as_many_segments_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(), images(8)
+    model, (x, y) = tiny_vit(), images_and_labels(8)
     plan = with_levels(plan_by_hand(model, x, 2, []), [3])
     pm = in_threads(model, plan, x, F.cross_entropy)
     monkeypatch.setattr(recompute, "segment_starts", lambda graph, stats: (0, 30))
@@ -276,7 +273,7 @@ def test_inputs_of_another_shape_recompute_as_many_segments_as_there_are(monkeyp
 
 
 def test_evaluation_has_no_segments() -> None:
-    model, (x, _) = tiny_vit(), images(8)
+    model, (x, _) = tiny_vit(), images_and_labels(8)
     pm = in_threads(model, with_levels(plan_by_hand(model, x, 2, []), [2]), x, F.cross_entropy)
     modes = {own.graph.mode: own.programs[0].segments for own in pm._programs.specializations.values()}
     assert len(modes["train"]) == 3 and modes["eval"] == ()
@@ -370,7 +367,7 @@ def test_the_printed_source_shows_which_segments_run_again() -> None:
 )
 def test_a_program_with_segments_compiles(make: Any) -> None:
     torch.manual_seed(0)
-    model, (x, y) = make(), images(4)
+    model, (x, y) = make(), images_and_labels(4)
     size = len(trace(model, (x,)).ops)
     program, weights = with_segments(model, x, (0, size // 2, size))
     found = []

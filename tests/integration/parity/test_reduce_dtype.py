@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.effort import only
-from support.handmade import in_threads, plan_by_hand
+from support.handmade import in_threads, plan_by_hand, ranks_of
 from support.models import tiny_vit
+from support.parity import images_and_labels
 from support.reference import Reference, assert_all_close
 from torch import nn
 
@@ -20,7 +21,6 @@ import autopar
 from autopar.ir.grad_buckets import NUM_GRAD_SLOTS
 from autopar.ir.plan_parts import Precision, ReduceDtype, ZeroStage
 from autopar.runtime.params import flat_buckets
-from autopar.runtime.rank import Rank
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
 UNIT = 2.0**-8  # distance of neighbouring bfloat16 numbers, relative; a rounding is off by half of it at most
@@ -31,14 +31,6 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """More buckets than buffers for them."""
     monkeypatch.setattr(flat_buckets.group_weights, "__defaults__", (2**14,))
     monkeypatch.setattr("autopar.ir.grad_buckets.MAX_BUCKET_BYTES", 2**14)
-
-
-def ranks_of(pm: Any) -> list[Rank]:
-    return pm._ranks.ranks
-
-
-def images(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
 
 
 def assert_rounded(moved: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], what: str) -> None:
@@ -72,7 +64,7 @@ def test_a_step_rounds_and_nothing_else(
     if padding == "unpadded":
         monkeypatch.setattr(flat_buckets.FlatBucket, "even", False)
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(4 * dp)
+    model, (x, y) = tiny_vit(2), images_and_labels(4 * dp)
     microbatches = 1 if zero == 2 else 2
     plan = plan_by_hand(model, x, microbatches, [], dp=dp, zero=zero, reduce_dtype="bfloat16")
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=SGD)
@@ -81,7 +73,7 @@ def test_a_step_rounds_and_nothing_else(
         reference.model.load_state_dict(pm.state_dict())
         before = pm.state_dict()
         for number in range(calls):
-            x, y = images(4 * dp)
+            x, y = images_and_labels(4 * dp)
             reference.forward_backward(x, y, microbatches, dp)
             result = pm.train_step(x, y) if number == calls - 1 else pm.forward_backward(x, y)
         exact = reference.gradients()
@@ -96,7 +88,7 @@ def test_a_step_rounds_and_nothing_else(
 def test_every_stage_rounds_alike(reduce_dtype: ReduceDtype, precision: Precision) -> None:
     """With two replicas to the last bit: each replica's gradients, then the sum of both, and in float32 neither."""
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(8)
+    model, (x, y) = tiny_vit(2), images_and_labels(8)
     states = []
     for zero in (0, 1, 2):
         plan = plan_by_hand(model, x, 1, [], dp=2, zero=zero, precision=precision, reduce_dtype=reduce_dtype)
@@ -152,7 +144,7 @@ def test_gradients_travel_in_half_the_bytes_and_in_a_few_buffers(
     zero: ZeroStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(8)
+    model, (x, y) = tiny_vit(2), images_and_labels(8)
     plan = plan_by_hand(model, x, 1, [], dp=2, zero=zero, reduce_dtype="bfloat16")
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=SGD)
     rank, calls = ranks_of(pm)[0], Counter[torch.dtype]()
@@ -179,7 +171,7 @@ def test_gradients_travel_in_half_the_bytes_and_in_a_few_buffers(
 @pytest.mark.parametrize(("zero", "dp"), only([(1, 2)], [(0, 2), (1, 2), (2, 2), (0, 4), (2, 4)]))
 def test_processes_round_and_nothing_else(zero: ZeroStage, dp: int) -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(4 * dp)
+    model, (x, y) = tiny_vit(2), images_and_labels(4 * dp)
     reference = Reference(model, F.cross_entropy, SGD)
     with autopar.parallelize(
         model, dp, x, loss_fn=F.cross_entropy, optimizer=SGD, dp=dp, zero=zero, microbatches=1, reduce_dtype="bfloat16"
@@ -198,7 +190,7 @@ def test_processes_round_and_nothing_else(zero: ZeroStage, dp: int) -> None:
 
 def test_without_replicas_nothing_is_rounded() -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(4)
+    model, (x, y) = tiny_vit(2), images_and_labels(4)
     plan = plan_by_hand(model, x, 2, ["blocks.1.norm1.layer_norm"], reduce_dtype="bfloat16")
     assert "bfloat16" not in plan.decision
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=SGD)

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.effort import only
-from support.handmade import in_threads, plan_by_hand
+from support.handmade import in_threads, plan_by_hand, ranks_of
 from support.hardware import slow_compute
 from support.models import TwoHeads, loss_of_some, main_loss, tiny_vit
+from support.parity import images_and_labels
 from support.reference import Reference, assert_all_close
 from torch import nn
 
@@ -34,18 +35,10 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.ir.grad_buckets.MAX_BUCKET_BYTES", 2**8)
 
 
-def ranks_of(pm: Any) -> list[Rank]:
-    return pm._ranks.ranks
-
-
 def sharded_grads(rank: Rank) -> ShardedGrads:
     grads = rank.updater.grad_buffer
     assert isinstance(grads, ShardedGrads)
     return grads
-
-
-def images(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -111,12 +104,12 @@ def test_replicas_with_other_gradients_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize("dp", [2, 3])
 def test_calls_accumulate_on_the_owners(dp: int) -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(4 * dp)
+    model, (x, y) = tiny_vit(2), images_and_labels(4 * dp)
     pm = in_threads(model, plan_by_hand(model, x, 1, [], dp=dp, zero=2), x, F.cross_entropy, optimizer=ADAMW)
     reference = Reference(model, F.cross_entropy, ADAMW)
     for _ in range(2):
         for batch in (4, 2, 3):
-            x, y = images(batch * dp)
+            x, y = images_and_labels(batch * dp)
             loss = reference.forward_backward(x, y, 1, dp)
             assert pm.forward_backward(x, y).loss == pytest.approx(loss, abs=1e-5)
             assert_all_close(pm.gradients(), reference.gradients(), "gradient")
@@ -188,7 +181,7 @@ def test_the_measured_peak_falls_as_predicted(precision: Precision) -> None:
 def test_processes_go_on_under_another_mesh_and_stage(mesh: dict[str, int], microbatches: int, tmp_path: Path) -> None:
     """A checkpoint of ZeRO-2 is one of ZeRO-1 and of no ZeRO, and theirs is one of ZeRO-2."""
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(2), images(8)
+    model, (x, y) = tiny_vit(2), images_and_labels(8)
     reference = Reference(model, F.cross_entropy, ADAMW)
     options: dict[str, Any] = {
         "loss_fn": F.cross_entropy, "optimizer": ADAMW, "hardware": str(slow_compute(tmp_path)), "clip_grad_norm": 1.0
@@ -214,7 +207,7 @@ def test_processes_go_on_under_another_mesh_and_stage(mesh: dict[str, int], micr
 
 def test_gradients_set_by_hand_are_reduced() -> None:
     torch.manual_seed(0)
-    model, (x, _) = tiny_vit(1), images(4)
+    model, (x, _) = tiny_vit(1), images_and_labels(4)
     sgd = functools.partial(torch.optim.SGD, lr=1.0)
     pm = in_threads(model, plan_by_hand(model, x, 1, [], dp=2, zero=2), x, F.cross_entropy, optimizer=sgd)
     for rank in ranks_of(pm):
@@ -227,7 +220,7 @@ def test_gradients_set_by_hand_are_reduced() -> None:
 
 
 def test_a_plan_of_several_microbatches_is_refused() -> None:
-    model, (x, _) = tiny_vit(1), images(8)
+    model, (x, _) = tiny_vit(1), images_and_labels(8)
     plan = plan_by_hand(model, x, 2, [], dp=2, zero=2)
     with pytest.raises(
         autopar.PlanError, match="field zero: is 2, which is for one microbatch a step; microbatches is 2"

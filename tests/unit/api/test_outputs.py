@@ -249,7 +249,7 @@ class Rearranged(nn.Module):
 STEP = st.tuples(st.permutations(range(3)), st.sampled_from([0, 2, 3, 4, 6]), st.booleans())
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(STEP, min_size=1, max_size=3), st.sampled_from([(4, 2), (6, 4), (6, 6), (3, 2)]))
 def test_any_order_of_the_samples_is_joined_or_refused(
     steps: list[tuple[list[int], int, bool]], case: tuple[int, int]

@@ -197,7 +197,7 @@ def test_a_dtype_without_peak():
         priced(MLP, machine=replace(MACHINE, peak_flops={"bfloat16": 1e9}))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_groups_of_random_graphs_cover_every_operation_once_and_in_order(data: st.DataObject):
     names, ops = ["x", "w"], []

@@ -99,7 +99,7 @@ def narrow(graph: Graph, facts: GraphStats) -> list[int]:
 
 
 @given(chains())
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 def test_segments_need_the_least_memory(chain: tuple[Graph, GraphStats]) -> None:
     graph, facts = chain
     places = narrow(graph, facts)

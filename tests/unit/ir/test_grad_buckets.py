@@ -40,7 +40,7 @@ def all_weights(weights: list[Weight]) -> dict[str, torch.Tensor]:
     return {w.name: torch.randn(w.shape).to(getattr(torch, w.stored_dtype)) for w in weights}
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(models(), st.integers(1, 4), st.booleans(), st.integers(1, 20_000))
 def test_every_parameter_has_one_place(weights: list[Weight], dp: int, shared: bool, limit: int) -> None:
     owners = replica_owners([weights], {}, dp) if shared else {}
@@ -85,7 +85,7 @@ def test_buckets_take_turns_in_the_slots() -> None:
     assert [slot_bytes(sizes) for sizes in ([], [5], [5, 7], [5, 7, 6, 1, 2])] == [0, 5, 12, 13]
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(models(), st.integers(2, 4))
 def test_no_owner_has_more_than_the_others_by_a_bucket_s_largest(weights: list[Weight], dp: int) -> None:
     owners = replica_owners([weights], {}, dp)
@@ -94,7 +94,7 @@ def test_no_owner_has_more_than_the_others_by_a_bucket_s_largest(weights: list[W
         assert max(load) - min(load) <= max(padded_numel(w.numel) for w in group)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(models(), models(), st.integers(2, 3))
 def test_a_tied_weight_has_one_owner_on_all_stages(first: list[Weight], second: list[Weight], dp: int) -> None:
     tied = weight("tied", (700,))

@@ -13,7 +13,7 @@ import timm.utils
 import torch
 import torch.nn.functional as F
 from support.cases import ADAMW, data
-from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.handmade import even_firsts, in_threads, plan_by_hand, ranks_of
 from support.models import Tied, tiny_vit
 from support.parity import updated_alike
 from support.reference import Reference, assert_all_close, assert_close
@@ -224,7 +224,7 @@ def test_every_rank_has_all_groups() -> None:
 
     plan = plan_by_hand(model, x, 2, even_firsts(model, x, 3), dp=2, zero=1)
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=grouped)
-    ranks: list[Rank] = pm._ranks.ranks  # type: ignore[union-attr]
+    ranks = ranks_of(pm)
     own = [[len(group["params"]) for group in rank.updater.optimizer.param_groups] for rank in ranks]  # type: ignore
     assert sum(first for first, _ in own) == 1 and all(len(rank.updater.optimizer.state) == sum(groups)  # type: ignore
                                                        for rank, groups in zip(ranks, own, strict=True))  # fmt: skip

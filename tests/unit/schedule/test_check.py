@@ -250,7 +250,7 @@ def shuffled(draw: st.DrawFn) -> tuple[Schedule, int]:
     return tuple(map(tuple, rows)), microbatches
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(shuffled())
 def test_check_agrees_with_running_the_ranks(case: tuple[Schedule, int]) -> None:
     schedule, microbatches = case

@@ -30,7 +30,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[float], list[float], dict[tuple[int
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @given(pipeline=pipelines())
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 def test_fronts_take_what_the_simulation_takes(
     schedule: str, pipeline: tuple[list[float], list[float], dict[tuple[int, int], float], list[float]]
 ) -> None:

@@ -115,7 +115,7 @@ def test_simulate_refuses(arguments: tuple, message: str) -> None:
     assert str(error.value) == message
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(sizes, st.data())
 def test_spans_keep_to_ranks_and_arrivals(size: tuple[str, int, int], data: st.DataObject) -> None:
     """No rank works on two things at once, nothing starts before what it takes has arrived."""
@@ -145,7 +145,7 @@ def test_closed_form_is_exact_for_balanced_stages(pp: int, microbatches: int) ->
     assert simulated([3] * pp, [5] * pp, microbatches) == one_f_one_b_seconds([8] * pp, microbatches)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.lists(st.tuples(costs, costs), min_size=1, max_size=6), st.integers(1, 9))
 def test_closed_form_bounds(stages: list[tuple[int, int]], microbatches: int) -> None:
     forward, backward = [f for f, _ in stages], [b for _, b in stages]
@@ -159,7 +159,7 @@ def test_closed_form_bounds(stages: list[tuple[int, int]], microbatches: int) ->
         assert step >= formula
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(costs, min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 9))
 def test_closed_form_of_proportional_stages(forward: list[int], ratio: int, microbatches: int) -> None:
     backward = [ratio * f for f in forward]

@@ -127,7 +127,7 @@ PLANTED: dict[str, tuple[Case, RuleFunction, str]] = {
     "query, key and value mistaken for heads": (case("view.default", x(4, 24), (4, 3, 4, 2)), contiguous_heads, "h"),
     "channels of other groups": (IMAGE, contiguous_channels, "o"),
     "the second operand behind the first": (case("cat.default", (x(2, 4), x(2, 4)), 1), contiguous_joint, "r"),
-    "a mean taken for a sum": (case("mean.dim", x(4, 8), (1,)), reduced(1, "dim", summed=True), "d1"),
+    "a mean taken for a sum": (case("mean.dim", x(4, 8), (1,)), reduced(1, summed=True), "d1"),
     "keys apart": (ATTENTION, text("b h q e!, b h s e!, b h s v! -> b h q v!"), "s"),
     "queries that do not know their number": (CAUSAL, text("b h q e!, b h s! e!, b h s! v! -> b h q v!"), "q"),
     "a cumulative sum of parts": (case("cumsum.default", x(4, 8), 1), text("n c -> n c"), "c"),

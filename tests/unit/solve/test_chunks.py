@@ -233,7 +233,7 @@ def test_neighbours_of_overlap_with_fewer_microbatches() -> None:
     assert {a.label: a.step_seconds for a in plan.alternatives}["2 microbatches"] == two.prediction.step_seconds
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.sampled_from([0.0, 1e-3]), st.integers(1, 4), names)
 def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microbatches: int, name: Any) -> None:
     graph = graph_of([op(f"m{i}.op", [f"m{i - 1}.op:out" if i else "x"]) for i in range(len(times))])
@@ -263,7 +263,7 @@ def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microb
     assert found <= 1.1 * min(every)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.integers(1, 12), min_size=4, max_size=8),
     st.sampled_from([(2, 2), (2, 3), (3, 2)]),

@@ -61,7 +61,7 @@ def chunked_problems(draw: st.DrawFn) -> tuple[CutProblem, tuple[int, ...]]:
 
 
 @given(chunked_problems(), st.booleans())
-@settings(max_examples=examples(1000, 100), deadline=None)
+@settings(max_examples=examples(1000, 100))
 def test_intervals_cost_what_assignments_cost(case: tuple[CutProblem, tuple[int, ...]], recompute: bool) -> None:
     problem, stage_of = case
     problem = problem.recomputing if recompute else problem
@@ -73,7 +73,7 @@ def test_intervals_cost_what_assignments_cost(case: tuple[CutProblem, tuple[int,
 
 
 @given(chunked_problems(), st.data())
-@settings(max_examples=examples(300, 60), deadline=None)
+@settings(max_examples=examples(300, 60))
 def test_the_reach_is_that_of_the_times_of_all_intervals(
     case: tuple[CutProblem, tuple[int, ...]], data: st.DataObject
 ) -> None:
@@ -93,7 +93,7 @@ def test_the_reach_is_that_of_the_times_of_all_intervals(
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_a_separable_bound_is_one_and_exact_where_it_is_wanted(ends: int, begins: int, data: st.DataObject) -> None:
     numbers, first = st.integers(0, 5), data.draw(st.integers(0, 3))  # that end is behind the first begin
     least = np.array([[data.draw(numbers) if j + first > i else np.inf for i in range(begins)] for j in range(ends)])

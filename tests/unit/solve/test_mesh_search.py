@@ -284,7 +284,7 @@ def test_another_sharding_is_taken_where_it_is_faster_and_fits() -> None:
             cost = replace(decision.priced.cost, groups=groups)
             priced = replace(decision.priced, cost=cost, strategy_index=(0,) * len(groups))
             only = ShardingStrategy("", (), 0.0, 0.0, 0.0, 0, 0, (), (), ())
-            choices = StrategyGraph(tuple(StrategyGroup(g.name, 0, (), (), (), (only,)) for g in groups), {}, {})
+            choices = StrategyGraph(tuple(StrategyGroup(g.name, 0, (), (), (), (only,)) for g in groups), {})
             return Refined(choices, (priced,), lambda index: priced, 0.0)
 
         return refine

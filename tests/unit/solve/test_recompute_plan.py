@@ -95,7 +95,7 @@ def mixed(problem: CutProblem, stage_of: tuple[int, ...], bounds: tuple[int, ...
 
 
 @given(open_problems())
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
     problem = with_link(problem, LINK)
     try:
@@ -114,7 +114,7 @@ def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
 
 
 @given(open_problems(), st.data())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_each_stage_has_the_fastest_sharding_and_level_that_fit(problem: CutProblem, data: st.DataObject) -> None:
     problem = with_link(problem, LINK)
     number = st.integers(0, 9)

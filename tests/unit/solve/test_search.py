@@ -55,7 +55,7 @@ def graphs(draw: st.DrawFn) -> tuple[Graph, list[list[int]], list[float]]:
 
 
 @given(graphs(), st.integers(1, 3), st.integers(1, 6))
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 def test_a_plan_survives_its_file_and_reproduces_the_assignment(
     drawn: tuple[Graph, list[list[int]], list[float]], devices: int, batch: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_plan_survives_its_file_and_reproduces_the_assignment(
 
 
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=8).filter(lambda stages: set(stages) == {0, 1, 2}))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_ranges_leave_the_fewest_exceptions(home: list[int]) -> None:
     graph = graph_of([op(f"op{i}", ["x"]) for i in range(len(home))])
     cost = priced(graph, [[i] for i in range(len(home))], [1.0] * len(home), 1)

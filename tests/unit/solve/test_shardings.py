@@ -57,7 +57,7 @@ def memory(graph: StrategyGraph, picks: tuple[int, ...], in_flight: int) -> int:
     strategy_graphs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from((0.0, 1e-4, 1e-2)),
     st.sampled_from(["HiGHS"] * 9 + ["CBC"]),
 )  # fmt: skip
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_the_optimum_equals_brute_force(
     graph: StrategyGraph, microbatches: int, in_flight: int, price: float, solver: SolverName
 ) -> None:
@@ -175,7 +175,7 @@ def test_out_of_time_everything_is_replicated_with_an_honest_bound() -> None:
 
 
 @given(strategy_graphs())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_pareto_runs_from_the_fastest_to_the_least_memory(graph: StrategyGraph) -> None:
     found = list(pareto(graph, 2, 2))
     assert found[0].objective_seconds == pytest.approx(solve_shardings(graph, 2, in_flight=2).objective_seconds)

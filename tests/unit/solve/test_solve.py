@@ -56,7 +56,7 @@ links = st.sampled_from([Link(0.0, 1e12), Link(1e-3, 1e3), Link(3e-3, 1e3)])
 
 
 @given(problems(), links)
-@settings(max_examples=examples(250), deadline=None)
+@settings(max_examples=examples(250))
 def test_the_optimum_equals_brute_force(problem: CutProblem, link: Link) -> None:
     problem = with_link(problem, link)
     try:
@@ -79,7 +79,7 @@ def test_the_optimum_equals_brute_force(problem: CutProblem, link: Link) -> None
 
 
 @given(cost_graphs(), st.integers(4, 12), st.integers(0, 1), st.sampled_from([2, 3]))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_over_one_port_nothing_undercuts_the_bound(cost: CostGraph, microbatches: int, latency: int, node: int) -> None:
     network = Network(Port(latency * 1e-3, 200.0), 1)
     machine = replace(load_hardware("cpu-generic"), link=Link(0.0, 1e12), devices_per_node=node, network=network)
@@ -96,7 +96,7 @@ def test_over_one_port_nothing_undercuts_the_bound(cost: CostGraph, microbatches
 
 
 @given(problems(), st.sampled_from(["params", "flops", "uniform"]))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance) -> None:
     cost = replace(problem.cost, colocated=())  # what must share a stage counts as one layer
     problem = replace(with_link(problem, NVLINK), cost=cost, capacity_bytes=None, balance=balance)
@@ -114,7 +114,7 @@ def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance)
 
 
 @given(cost_graphs(), st.integers(1, 5), st.integers(1, 2))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_contiguous_cuts_are_the_best_of_their_kind(cost: CostGraph, microbatches: int, boundaries: int) -> None:
     stages = min(boundaries + 1, cost.loss)
     free = replace(cost, colocated=(), weights=tuple(replace(w, optimizer_seconds=0.0) for w in cost.weights))

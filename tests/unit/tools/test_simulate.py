@@ -220,7 +220,7 @@ def test_a_curve_drops_only_where_a_rank_waits() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 3), st.sampled_from(["own", "other"]))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 def test_a_curve_is_what_is_held_at_every_moment(pp: int, microbatches: int, chunks: int, which: str) -> None:
     plan = large(Mesh(pp), microbatches, chunks)
     step = simulate_plan(plan, None if which == "own" else schedules_of(plan)[1])

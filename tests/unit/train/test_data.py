@@ -20,7 +20,7 @@ import pytest
 import timm.data
 import torch
 from PIL import Image
-from support.training import indexed
+from support.training import indexed, same
 from torch.utils.data import DataLoader
 from torchvision import datasets
 
@@ -233,10 +233,6 @@ def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPat
 # -- augmentation ------------------------------------------------------------------------------------------------------
 
 STRONG = Augmentation(2, (0.3, 1.0), (0.8, 1.2), 0.5, 0.4, "rand-m9-mstd0.5", 0.5)
-
-
-def same(one: list[Batch], other: list[Batch]) -> bool:
-    return all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(one, other, strict=True))
 
 
 def test_augmentation_depends_on_seed_epoch_and_image_alone():

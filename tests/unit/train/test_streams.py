@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from support.image_reference import replace_kernels
-from support.training import indexed
+from support.training import indexed, same
 from webdataset.writer import TarWriter
 
 from autopar.errors import UsageError
@@ -107,10 +107,6 @@ def batches(data: Data, epoch: int = 1, first: int = 0, rank: int = 0, size: int
 def numbers(read: list[Batch]) -> list[int]:
     """Images of batches, by their colours."""
     return [round(float(image[0].max()) * 255) for batch in read for image in batch.x]
-
-
-def same(one: list[Batch], other: list[Batch]) -> bool:
-    return all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(one, other, strict=True))
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
