@@ -181,11 +181,14 @@ class JoinAnalysis:
             after = join if join.kind == "unknown" else after
         sharing = {name for names in self.whole.colocated if op.name in names for name in names}
         lost = {value.name for o in self.whole.ops if o.name in sharing and returns_view(o) for value in o.outputs}
-        written = op.args[0].name
-        while written in self.whole.producer and returns_view(self.whole.producer[written]):
-            written = self.whole.producer[written].args[0].name
-        lost |= {written, *op.mutates} - set(op.mutates if training else ())
+        lost |= {*map(self.memory, refs(op.args[0])), *op.mutates} - set(op.mutates if training else ())
         self.joins |= dict.fromkeys(lost & self.joins.keys(), after)
+
+    def memory(self, name: str) -> str:
+        """Name of the value or weight that a value is a view of."""
+        while name in self.whole.producer and returns_view(self.whole.producer[name]):
+            name = self.whole.producer[name].args[0].name
+        return name
 
     # -- one operation ---------------------------------------------------------------------------------------------
 

@@ -126,9 +126,7 @@ def storage_layout(layouts: set[Layout]) -> Layout:
 
 
 def trained_names(graph: Graph) -> frozenset[str]:
-    """Names of the values and weights that get a gradient."""
-    if graph.mode == "eval":
-        return frozenset()
+    """Names of the values and weights that get a gradient; a model may be trained in eval mode too."""
     return frozenset(x.name for x in (*graph.values.values(), *graph.weights) if x.requires_grad)
 
 

@@ -242,6 +242,12 @@ def stage_sharded(setting: Setting, decision: Decision, refined: Refined) -> Ite
         return replace(problem, cost=priced.cost.recomputed if problem.recompute == "all" else priced.cost)
 
     merged = [merge(under(own)) for own in shardings]
+    # A resharded value is sent by its first reader, a path that joins more groups to those that must share a stage.
+    unit_of = merge(problem).unit_of
+    alike = [q for q, own in enumerate(merged) if own.unit_of == unit_of]
+    if not alike:
+        return
+    shardings, merged = [shardings[q] for q in alike], [merged[q] for q in alike]
     found = StageSearch(setting, [own.problem for own in merged])
     for column in found.best(merged[0].units(decision.stage_of), MAX_TRIED):
         stage_of = merged[0].expand(column.stage_of)

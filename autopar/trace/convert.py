@@ -172,10 +172,12 @@ class Converter:
         if any(region.enabled for region in self.regions):
             args, kwargs = self.cast(node, target, args, kwargs)
         given = dict(zip((a.name for a in target._schema.arguments), args)) | dict(kwargs)
-        written = [given[name].name for name in written_arguments(target) if isinstance(given.get(name), Ref)]
+        updated = tuple(given.get(name) for name in written_arguments(target))
+        written = list(refs(updated))
         if not written:
             return self.record(node, target, args, kwargs, node.meta.get("val"))
-        functional = out_of_place(target)
+        # A list of tensors, as of torch._foreach_lerp_, has no counterpart that returns one tensor.
+        functional = None if any(isinstance(argument, tuple) for argument in updated) else out_of_place(target)
         if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], alive, position):
             result = self.functional(node, target, functional, args, kwargs)
             self.latest[written[0]] = result.name

@@ -8,7 +8,7 @@ import linecache
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ from autopar.trace.python_state import differing, numbers_of, set_numbers, warn_
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
     "use torch.where or torch.cond there, or hand autopar the part of the model that can be traced."
+)
+
+# How torch.export (2.11 and 2.15) refuses a forward that computes with ``tensor.data``.
+LOST_TENSOR = "fake tensor in the exported program constant's list"
+DATA_ADVICE = (
+    "autopar cannot follow tensor.data. Read tensor.detach() instead, and update weights and buffers in place under "
+    "torch.no_grad(), such as teacher.lerp_(student, 0.01)."
 )
 
 DETECTORS = "torchvision.models.detection"
@@ -102,16 +109,21 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     own_backward: set[str] = set()
     before, after = numbers_of(model), {}
     buffers: dict[str, torch.Tensor] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    assigned: list[str] = []  # names of parameters that the forward replaces by new ones
     caching: set[str] = set()  # paths of modules that keep tensors of the forward in attributes
 
     def before_forward(module: nn.Module, _: Any) -> None:
         buffers.update(module.named_buffers(remove_duplicate=False))
+        parameters.update(module.named_parameters(remove_duplicate=False))
 
     def after_forward(module: nn.Module, _: Any, output: Any) -> None:
         own_backward.update(custom_functions(output))
         after.update(numbers_of(module))
         caching.update(path for path, part in module.named_modules() if lacks_data(tensors_of(part)))
         keep_buffers(module, buffers)
+        known, now = {id(p) for p in parameters.values()}, dict(module.named_parameters(remove_duplicate=False))
+        assigned.extend(name for name in parameters if name in now and id(now[name]) not in known)
 
     hooks = model.register_forward_pre_hook(before_forward), model.register_forward_hook(after_forward)
     said = io.StringIO()  # when torch refuses a model, it prints the graph traced so far
@@ -132,7 +144,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
                 set_numbers(model, {key: (before if key[0] in caching else once)[key] for key in changed})
                 torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
-        raise TraceError(refusal(model, error, mode)) from error
+        raise TraceError(refusal(model, error, mode, seen.data)) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -142,6 +154,14 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     sys.stderr.write(said.getvalue())
     warn_of_finite_branches(type(model).__name__, finite.lines)
     warn_of_counters(type(model).__name__, before, once, [key for key in changed if key in differing(once, after)])
+    if seen.data_set:
+        raise TraceError(f"Cannot trace {type(model).__name__} in {mode} mode{seen.data_set[0]}. {DATA_ADVICE}")
+    if assigned:
+        raise TraceError(
+            f"Cannot trace {type(model).__name__}: its forward assigns a new parameter to {assigned[0]}, which "
+            "torch.export would leave out. Update the parameter in place under torch.no_grad(), such as "
+            "teacher.lerp_(student, 0.01)."
+        )
     if own_backward and mode == "train":
         raise TraceError(
             f"Cannot trace {type(model).__name__}: its autograd.Function {', '.join(sorted(own_backward))} has a "
@@ -196,8 +216,14 @@ def custom_functions(output: Any) -> set[str]:
     return found
 
 
-def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
-    """The error message for a model that torch.export refuses."""
+def refusal(model: nn.Module, error: Exception, mode: Mode, data_lines: Sequence[str]) -> str:
+    """The error message for a model that torch.export refuses.
+
+    Args:
+        data_lines: text on each line of the forward that reads or sets ``tensor.data``.
+    """
+    if data_lines and LOST_TENSOR in str(error):
+        return f"Cannot trace {type(model).__name__} in {mode} mode{data_lines[0]}. {DATA_ADVICE}"
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     detector = any(kind.__module__.startswith(DETECTORS) for kind in type(model).__mro__)
     return (

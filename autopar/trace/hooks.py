@@ -1,4 +1,4 @@
-"""Effects on gradients that torch.export loses: hooks on gradients, and ``no_grad`` inside autocast regions."""
+"""What torch.export loses of gradients: hooks on them, ``no_grad`` inside autocast regions, ``.data``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
-from autopar.trace.frames import frame_text, innermost
+from autopar.trace.frames import frame_text, innermost, is_internal
 
 REMEDY = (
     "Remove it (handle.remove()). To multiply a gradient by s, a number or a mask, have the forward compute "
     "x * s + (x * (1 - s)).detach() from x; to limit gradients or to update weights, pass clip_grad_norm=, "
     "clip_grad_value= or optimizer=."
 )
+DATA = (torch.Tensor.data.__get__, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 REGISTER_HOOK = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
@@ -54,12 +55,16 @@ class GradientWatch(TorchFunctionMode):
 
     ``hooks``: lines that register a hook on a computed tensor. ``switches``: lines that turn gradients off inside an
     autocast region; torch.export (2.11 and 2.15) makes that region a sub-graph and drops the switch silently.
+    ``data``: lines that read or set ``tensor.data``, which torch.export cannot follow and then refuses without a line.
+    ``data_set``: those that set it to other memory, which torch.export drops silently.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.hooks: list[str] = []
         self.switches: list[str] = []
+        self.data: list[str] = []
+        self.data_set: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,6 +73,10 @@ class GradientWatch(TorchFunctionMode):
             self.hooks.append(f"{func.__name__}{user_line()}")
         elif turns_gradients_off(func, args) and torch.is_grad_enabled() and in_autocast():
             self.switches.append(user_line())
+        elif func in DATA and (line := calling_line()):
+            self.data.append(line)
+            if func == DATA[1] and not torch._C._is_alias_of(*args):  # type: ignore[attr-defined]
+                self.data_set.append(line)
         return func(*args, **(kwargs or {}))
 
 
@@ -79,6 +88,12 @@ def turns_gradients_off(func: Callable[..., Any], args: tuple[Any, ...]) -> bool
 def user_line() -> str:
     """The user's line that is running, for a message."""
     return frame_text(innermost(traceback.extract_stack()))
+
+
+def calling_line() -> str:
+    """The line that called a torch function, if it is the user's; empty if it is torch's own."""
+    frames = [frame for frame in traceback.extract_stack()[:-2] if frame.name != "__torch_function__"]
+    return "" if is_internal(frames[-1].filename) else frame_text(frames[-1])
 
 
 def in_autocast() -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -66,13 +66,14 @@ def with_masters(graph: Graph, stored: Mapping[str, torch.dtype], leaves: Sequen
         stored: dtypes of the model's parameters before they were lowered.
         leaves: inputs of the call in the dtypes that users pass.
     Raises:
-        UsageError: an operation mixes low parameters with tensors that kept float32.
+        UsageError: an operation mixes low parameters with tensors that kept float32, or updates a low parameter.
     """
     check_dtypes(graph)
     weights = []
     for weight in graph.weights:
         dtype = dtype_name(stored[weight.name]) if weight.kind == "parameter" else weight.dtype
         weights.append(replace(weight, master=dtype if dtype != weight.dtype else ""))
+    check_updates(graph, {weight.name for weight in weights if weight.master})
     given = {leaf.name: dtype_name(tensor.dtype) for leaf, tensor in zip(graph.leaves, leaves) if isinstance(leaf, Ref)}
     taken = {*graph.readable, *(op.name for op in graph.ops)}
     names = {name: name for name in graph.readable}
@@ -91,6 +92,21 @@ def with_masters(graph: Graph, stored: Mapping[str, torch.dtype], leaves: Sequen
         ops=(*casts, *ops),
         outputs=renamed(graph.outputs, names),
     )
+
+
+def check_updates(graph: Graph, copied: Set[str]) -> None:
+    """Refuse a forward that updates compute copies: the masters, which the next step copies, would stay as they are.
+
+    Raises:
+        UsageError: names the first parameter and the line.
+    """
+    for op in graph.ops:
+        for name in copied & {*op.mutates}:
+            raise UsageError(
+                f"The forward of {graph.model} updates {name}{f' at {op.source}' if op.source else ''}. "
+                'precision="bf16-params" computes with a bfloat16 copy of it, and the update would be lost. '
+                'Use precision="bf16".'
+            )
 
 
 def check_dtypes(graph: Graph) -> None:

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
 import autopar
+
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
 
 
 def test_vit_on_two_stages_any_batch_size() -> None:
@@ -43,6 +47,21 @@ def test_vit_on_two_stages_any_batch_size() -> None:
         assert_close(pm(x), model.eval()(x).detach(), "output of loaded weights")
         result = pm.train().train_step(x, labels(4), return_outputs=True)
         assert_close(result.outputs, model.train()(x).detach(), "outputs of a step")
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("make", [tiny_vit, resnet18])
+def test_training_in_eval_mode(make: Callable[[], nn.Module], mesh: dict[str, Any]) -> None:
+    """As to fine-tune a model with fixed running statistics."""
+    torch.manual_seed(0)
+    model = make()
+    reference = Reference(model, F.cross_entropy, SGD)
+    with autopar.parallelize(model, 2, images(8), optimizer=SGD, microbatches=2, cost="analytic", **mesh) as pm:
+        pm.eval()
+        reference.model.eval()
+        for _ in range(2):
+            step_agrees(pm, reference, images(8), labels(8))
+        state_agrees(pm, reference, model)
 
 
 def test_vit_on_four_stages_ragged_with_clipping_and_a_scheduler() -> None:

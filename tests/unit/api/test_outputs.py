@@ -178,12 +178,19 @@ REFUSED: dict[str, tuple[Callable[[Head, Tensor], Any], str]] = {
     "other order": (lambda m, h: h[:, 0].reshape(6, len(h)), "through reshape"),
     "a list of samples": (lambda m, h: list(h), "it returns 7 values for the batch of 7 and 2 values for a microbatch"),
     "an updated sample": (lambda m, h: first_sample_zeroed(h), "Output 0 of Head"),
+    "an updated list": (lambda m, h: sum_added(h), "Output 0 of Head"),
 }  # fmt: skip
 
 
 def first_sample_zeroed(h: Tensor) -> Tensor:
     rows = torch.zeros_like(h) + h
     rows[0] = 0.0
+    return rows
+
+
+def sum_added(h: Tensor) -> Tensor:
+    rows = torch.zeros_like(h) + h
+    torch._foreach_add_([rows], [rows.sum(0)])
     return rows
 
 
@@ -207,7 +214,7 @@ def test_outputs_that_do_not_follow_are_refused(name: str) -> None:
 
 MIXING = (
     "similarity", "centred", "softmax of samples", "sorted samples", "norms of columns", "reversed", "transformed",
-    "an updated sample",
+    "an updated sample", "an updated list",
 )  # fmt: skip
 
 

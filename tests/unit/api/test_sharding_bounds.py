@@ -15,6 +15,7 @@ from support.effort import only
 from support.models import tiny_vit
 from torch import nn
 
+import autopar
 from autopar.api.options import Options
 from autopar.api.planning.costs import PlanCosts
 from autopar.api.planning.plan import PlanRequest, lower_example, model_info
@@ -139,3 +140,24 @@ def test_the_floor_from_other_batch_sizes_is_no_higher_than_the_bound(name: str)
             floor = costs.floor_seconds(2, size)
             assert floor <= costs.bound_seconds(2, size) * (1 + ROUNDING)
             assert costs.floor_seconds(2, size) == costs.bound_seconds(2, size)
+
+
+class Centred(nn.Module):
+    """Log-probabilities of a layer times the probabilities of another one, whose running mean is taken off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = two_layers(), two_layers()
+        self.mean = nn.Buffer(torch.zeros(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = self.teacher(x)
+            targets = (logits - self.mean).softmax(1)
+            self.mean.lerp_(logits.mean(0), 0.1)
+        return targets * self.student(x).log_softmax(1)
+
+
+def test_a_sharding_may_join_other_operations_to_an_update_than_the_next() -> None:
+    plan = autopar.plan(Centred(), 2, torch.randn(8, 256), tp=2, microbatches=1, hardware="cpu-generic")
+    assert plan.mesh.tp == 2

@@ -51,6 +51,15 @@ def formats(self: Body, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def reads_data(self: Body, x: torch.Tensor) -> torch.Tensor:
+    return self.lin(x) * self.lin.weight.data.abs().mean()  # data is read
+
+
+def sets_data(self: Body, x: torch.Tensor) -> torch.Tensor:
+    self.lin.bias.data = 0.9 * self.lin.bias.detach()  # data is set
+    return self.lin(x)
+
+
 def raises(self: Body, x: torch.Tensor) -> torch.Tensor:
     raise ValueError("no such head")  # own error
 
@@ -60,6 +69,8 @@ REFUSED = {
     "loop": (loops, "for _ in range(int(x.max())):"),
     "numpy": (to_numpy, "torch.from_numpy(x.detach().numpy())"),
     "print": (formats, 'print(f"{self.lin(x).mean():.3f}")'),
+    "data is read": (reads_data, "Read tensor.detach() instead"),
+    "data is set": (sets_data, "in place under torch.no_grad()"),
     "own error": (raises, "ValueError: no such head"),
 }
 
@@ -75,6 +86,21 @@ def test_a_refusal_names_file_line_and_code(case: str, capfd: pytest.CaptureFixt
         f"Cannot trace Body in train mode at {__file__}:{line}, in {function.__name__}" in message and part in message
     )
     assert "def forward" not in capfd.readouterr().err  # torch prints the graph so far; a user gets the message only
+
+
+def test_a_parameter_that_a_forward_replaces_is_named() -> None:
+    def forward(self: Body, x: torch.Tensor) -> torch.Tensor:
+        self.lin.bias = nn.Parameter(0.9 * self.lin.bias.detach())
+        return self.lin(x)
+
+    def same(self: Body, x: torch.Tensor) -> torch.Tensor:
+        self.lin.bias = self.lin.bias
+        self.lin.bias.data = self.lin.bias
+        return self.lin(x)
+
+    with pytest.raises(TraceError, match=r"Body: its forward assigns a new parameter to lin\.bias"):
+        trace(Body(forward), (X,))
+    assert "lin.linear" in {op.name for op in trace(Body(same), (X,)).ops}
 
 
 def test_a_refused_detector_is_told_which_part_can_be_traced() -> None:

@@ -13,6 +13,7 @@ from support.handmade import in_threads, plan_by_hand
 from support.models import Autocast, ConvNet, Tied, UNet, loss_in_bf16, tiny_vit
 from support.priced import price
 from support.reference import Reference, unwrapped_state
+from support.traced import Body
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -390,6 +391,18 @@ def test_the_same_masks_on_every_mesh() -> None:
 
 
 # -- errors and prices ------------------------------------------------------------------------------------------------
+
+
+def test_low_parameters_that_a_forward_updates_are_refused() -> None:
+    def forward(self: Body, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.lin.weight.clamp_(-0.1, 0.1)
+        return self.lin(x)
+
+    model, x = Body(forward), torch.randn(4, 4)
+    with pytest.raises(UsageError, match=r"of Body updates lin\.weight at .* Use precision=\"bf16\""):
+        autopar.plan(model, 1, x, precision="bf16-params")
+    assert autopar.plan(model, 1, x, precision="bf16").precision == "bf16"
 
 
 def test_unknown_and_impossible_precisions() -> None:

@@ -77,6 +77,22 @@ def test_an_out_argument_is_an_update() -> None:
     assert updated == {"0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v"}
 
 
+def test_an_update_of_a_list_updates_each_of_its_tensors() -> None:
+    def forward(self: Body, x: torch.Tensor) -> torch.Tensor:
+        y = self.lin(x)
+        with torch.no_grad():
+            torch._foreach_lerp_([self.lin.weight, self.lin.bias], [y.detach().mean(0)] * 2, 0.1)
+            torch._foreach_mul_([y], 2.0)
+        return self.lin(y)
+
+    graph = trace(Body(forward), (X,))
+    updates = [op for op in graph.ops if "foreach" in op.target]
+    assert [op.mutates for op in updates] == [("lin.weight", "lin.bias"), ()]
+    together = [{*names} for names in graph.colocated]
+    assert sum({"lin.linear", "_foreach_lerp", "lin.linear_1"} <= names for names in together) == 2
+    assert any({"lin.linear", "_foreach_mul"} <= names for names in together)
+
+
 def test_idle_dropout_and_checks_are_dropped_and_active_ones_kept() -> None:
     def forward(self: Body, x: torch.Tensor) -> torch.Tensor:
         torch._assert(x.shape[1] == 4, "four features")
