@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from autopar.ir.units import of_type
 from autopar.trace.call import Call, split_leaves
 
 MAX_NAMED = 3  # attributes that an error lists
+PLAIN = (bool, int, float, str)
 
 
 def check_call(call: Call, graph: Graph, model_name: str) -> None:
@@ -118,19 +119,43 @@ def check_detached(leaves: Sequence[Any], what: str) -> None:
             )
 
 
-def check_targets(leaves: Sequence[Any], batch: int) -> None:
+def check_targets(targets: Any, batch: int, is_cut: bool) -> None:
     """Check that microbatches can be cut out of targets.
 
+    Args:
+        is_cut: whether there are several microbatches or replicas.
+
     Raises:
-        UsageError: the first size of a target tensor is not the batch, or an object hides tensors from the cut.
+        UsageError: the first size of a target tensor is not the batch, an object hides tensors from the cut, or a list
+            seems to have an entry for each sample.
     """
-    for leaf in leaves:
+    if is_cut:
+        check_lists(targets, batch)
+    for leaf in flatten(targets)[0]:
         if not isinstance(leaf, torch.Tensor):
             check_cuttable(leaf)
         elif leaf.ndim > 0 and leaf.shape[0] != batch:
             raise UsageError(
                 f"A target has shape {list(leaf.shape)} for a batch of {batch}: its first dim must be the batch."
             )
+
+
+def check_lists(targets: Any, batch: int) -> None:
+    """Refuse lists with a number or text for each sample: each microbatch would get them whole, and its first entries.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if isinstance(targets, Mapping):
+        targets = tuple(targets.values())
+    if isinstance(targets, list) and len(targets) == batch > 1 and all(isinstance(t, PLAIN) for t in targets):
+        raise UsageError(
+            f"A target is a list of {batch} values for a batch of {batch}, which is not cut into microbatches. Pass a "
+            "tensor of them, or a tuple if each microbatch needs all."
+        )
+    if isinstance(targets, list | tuple):
+        for part in targets:
+            check_lists(part, batch)
 
 
 def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:

@@ -327,9 +327,9 @@ class Dispatcher:
         """Check the tensors of a batch.
 
         Raises:
-            UsageError: a target has another number of samples, or a rank reads a tensor that is on the meta device.
+            UsageError: targets cannot be cut, or a rank reads a tensor that is on the meta device.
         """
-        check_targets(targets, request.call.batch)
+        check_targets(request.target, request.call.batch, len(partition.all_sizes) > 1)
         if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets)):
             return
         for rank in self.ranks.numbers:

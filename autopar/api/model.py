@@ -71,7 +71,7 @@ class ParallelModel:
         self._dispatcher = Dispatcher(programs, ranks, spec.recipe)
         self.lr_scheduler = SchedulerHandle(self._dispatcher, spec.recipe.lr_scheduler is not None)
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
-        self._mode: Mode = "train"
+        self._mode: Mode = "train" if model.training else "eval"
         self._unread: deque[StepResult] = deque()
         self._warned_of_autocast = False
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}

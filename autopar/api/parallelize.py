@@ -62,7 +62,7 @@ def parallelize(
     loss_over: LossOver = "microbatch",
     **constraints: Any,
 ) -> ParallelModel:
-    """The model split over devices and ready to train; the passed model is copied from, never modified.
+    """The model split over devices, in the mode of the passed model, which is copied from and never modified.
 
     The passed model is traced again when inputs of a new shape come. Until ``close()`` it can be used, moved and given
     other weights, but its modules, their attributes and ``requires_grad`` must stay; change a ``copy.deepcopy`` of it.

@@ -192,7 +192,8 @@ class Updater:
             square += nn.utils.get_total_norm(own).square()
         if self.spec.mesh.devices > 1:
             self.transport.start_sum(square, range(self.spec.mesh.devices))()
-        return square.sqrt().float()
+        is_double = any(p.dtype == torch.float64 for p in self.trainable.values())
+        return square.sqrt() if is_double else square.sqrt().float()
 
     def clip(self, norm: torch.Tensor) -> None:
         """Clip the gradients by the global norm ``norm`` [] or by value, as the user chose."""

@@ -84,6 +84,8 @@ class Boxes:
         ([IMAGES.tolist()], LABELS, "structure|tensor"),
         (IMAGES.numpy(), LABELS, r"Input x of .* is a ndarray, expected a tensor\. Pass torch\.as_tensor\(input\)"),
         (IMAGES, LABELS.numpy(), r"A target is a numpy array of shape \[4\], .* Pass torch\.as_tensor\(target\)"),
+        (IMAGES, LABELS.tolist(), "A target is a list of 4 values for a batch of 4, .*tensor of them, or a tuple"),
+        (IMAGES, {"a": LABELS, "b": (list("abcd"),)}, "A target is a list of 4 values for a batch of 4"),
         (IMAGES, Labels(LABELS), "A target is a Labels with tensors in classes, .* Pass a dict or tuple of tensors"),
         (IMAGES, {"a": Boxes(LABELS)}, "A target is a Boxes with tensors in corners, "),
         (IMAGES.clone().requires_grad_(), LABELS, r"The input of shape \[4, 3, 32, 32\] requires grad, .*\.detach\(\)"),

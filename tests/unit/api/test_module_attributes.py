@@ -106,3 +106,11 @@ def test_state_dicts_have_the_versions_of_modules(tmp_path: Path) -> None:
     nn.init.zeros_(model.weight)
     load_weights(whole, file)
     assert torch.equal(model.weight, state["0.weight"])
+
+
+def test_a_parallel_model_is_in_the_mode_of_its_model() -> None:
+    """As of a Hugging Face model from ``from_pretrained``."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
+    with autopar.parallelize(model, 1, X) as pm:
+        assert not pm.training and pm(X).equal(model(X))
+        assert pm.train().training and not pm(X).equal(model(X))

@@ -381,6 +381,19 @@ def test_what_lamb_clips_itself_is_clipped_over_all_ranks() -> None:
         assert Options(clip_grad_value=0.1).norm_limit(plain) is None
 
 
+def test_a_float64_model_is_clipped_by_a_float64_norm() -> None:
+    model, sgd = nn.Linear(6, 4).double(), functools.partial(torch.optim.SGD, lr=1.0)
+    x, y = torch.randn(5, 6, dtype=torch.float64), torch.randint(0, 4, (5,))
+    reference = Reference(model, F.cross_entropy, sgd)
+    reference.forward_backward(x, y, 1)
+    norm = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.05)
+    reference.step()
+    with autopar.parallelize(model, 1, x, optimizer=sgd, clip_grad_norm=0.05, microbatches=1) as pm:
+        assert pm.train_step(x, y).grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        for name, weight in reference.model.state_dict().items():
+            torch.testing.assert_close(pm.state_dict()[name], weight, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_clipping_by_value(zero: ZeroStage) -> None:
     torch.manual_seed(0)
