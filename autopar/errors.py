@@ -136,7 +136,7 @@ class UnknownOpWarning(UserWarning):
 
 
 class UpdatedStateWarning(UserWarning):
-    """A forward updates weights or buffers, which happens for each microbatch, and on each replica by its samples."""
+    """A forward or a loss updates tensors, which happens for each microbatch, and on each replica by its samples."""
 
 
 class VariantWarning(UserWarning):

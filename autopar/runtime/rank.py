@@ -25,7 +25,7 @@ from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.batch_loss import BatchLoss, Replicas
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.executor import BoundStep, ChunkModule, StepTensors
-from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices
+from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices, naming_updates
 from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
@@ -196,7 +196,7 @@ class Rank:
 
     def step_loss(self) -> LossFunction:
         """Loss function of a training step, in the plan's precision."""
-        loss_fn = naming_devices(self.loss_fn, self.device)
+        loss_fn = naming_updates(naming_devices(self.loss_fn, self.device))
         dtype = self.spec.autocast
         return loss_fn if dtype is None else in_autocast(loss_fn, self.device, getattr(torch, dtype))
 

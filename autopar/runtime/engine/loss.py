@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.errors import UsageError
+from autopar.errors import UpdatedStateWarning, UsageError
 from autopar.runtime.engine.closure_guard import closure_tensors
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -70,6 +71,36 @@ def naming_devices(loss_fn: LossFunction, device: torch.device) -> LossFunction:
             ) from error
 
     return loss_naming_devices
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Number of in-place updates of a tensor; those of inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def naming_updates(loss_fn: LossFunction) -> LossFunction:
+    """``loss_fn`` whose first call warns of tensors that it updates."""
+    is_first = True
+
+    def loss_naming_updates(output: Any, target: Any) -> torch.Tensor:
+        nonlocal is_first
+        tensors = closure_tensors(loss_fn) if is_first else {}
+        before = {place: version(tensor) for place, tensor in tensors.items()}
+        loss = loss_fn(output, target)
+        after = closure_tensors(loss_fn) if is_first else {}
+        is_first = False
+        updated = [name for name, t in tensors.items() if after.get(name) is not t or before[name] != version(t)]
+        if updated:
+            warnings.warn(
+                f"loss_fn updates {', '.join(updated)}: for each microbatch, on each replica by its samples. The "
+                "updates are in a rank's copy, which checkpoints do not hold. Let the model hold the tensor as a "
+                "buffer, and its forward update it.",
+                UpdatedStateWarning,
+                stacklevel=1,
+            )
+        return loss
+
+    return loss_naming_updates
 
 
 def in_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype) -> LossFunction:

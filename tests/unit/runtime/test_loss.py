@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.errors import UsageError
+from autopar.errors import UpdatedStateWarning, UsageError
 from autopar.runtime.engine.closure_guard import closure_tensors
-from autopar.runtime.engine.loss import moved_to, naming_devices
+from autopar.runtime.engine.loss import moved_to, naming_devices, naming_updates
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 GLOBAL = torch.ones(4)
@@ -78,3 +79,32 @@ def test_an_error_names_tensors_on_other_devices() -> None:
     assert naming_devices(F.cross_entropy, CPU) is F.cross_entropy
     with pytest.raises(RuntimeError, match=r"(target dtype to be Long|scalar type)"):  # another error
         naming_devices(careful, CPU)(output, target.int())
+
+
+class Centred(nn.Module):
+    """A loss with a memory, which it updates in place or assigns anew."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.center, self.scale = nn.Buffer(torch.zeros(4)), nn.Buffer(torch.ones(4))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mean = output.detach().mean(0)
+        if self.in_place:
+            self.center.lerp_(mean, 0.1)
+        else:
+            self.center = self.center.lerp(mean, 0.1)
+        return F.mse_loss((output - self.center) * self.scale, target)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_with_a_memory_is_warned_of_once(in_place: bool) -> None:
+    loss_fn = naming_updates(Centred(in_place))
+    output, target = torch.randn(2, 4), torch.randn(2, 4)
+    with pytest.warns(UpdatedStateWarning, match=r"loss_fn updates center: for each microbatch.* checkpoints do not"):
+        loss_fn(output, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_fn(output, target)
+        assert naming_updates(nn.CrossEntropyLoss(torch.ones(4)))(output, torch.tensor([1, 2])) > 0
