@@ -119,19 +119,13 @@ def check_detached(leaves: Sequence[Any], what: str) -> None:
             )
 
 
-def check_targets(targets: Any, batch: int, is_cut: bool) -> None:
+def check_targets(leaves: Sequence[Any], batch: int) -> None:
     """Check that microbatches can be cut out of targets.
 
-    Args:
-        is_cut: whether there are several microbatches or replicas.
-
     Raises:
-        UsageError: the first size of a target tensor is not the batch, an object hides tensors from the cut, or a list
-            seems to have an entry for each sample.
+        UsageError: the first size of a target tensor is not the batch, or an object hides tensors from the cut.
     """
-    if is_cut:
-        check_lists(targets, batch)
-    for leaf in flatten(targets)[0]:
+    for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             check_cuttable(leaf)
         elif leaf.ndim > 0 and leaf.shape[0] != batch:
@@ -141,7 +135,7 @@ def check_targets(targets: Any, batch: int, is_cut: bool) -> None:
 
 
 def check_lists(targets: Any, batch: int) -> None:
-    """Refuse lists with a number or text for each sample: each microbatch would get them whole, and its first entries.
+    """Refuse lists with a number or text for each sample of a batch that is cut: each microbatch would get them whole.
 
     Raises:
         UsageError: there is one.
@@ -159,7 +153,7 @@ def check_lists(targets: Any, batch: int) -> None:
 
 
 def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
-    """Targets of each microbatch; `check_targets` has passed."""
+    """Targets of each microbatch; `check_targets` and `check_lists` have passed."""
     leaves, spec = flatten(targets)
     return [unflatten(part, spec) for part in split_leaves(leaves, batch, sizes)]
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from autopar.api.batch import check_detached, check_divisible, check_real, check_targets, replica_sizes, split_targets
+from autopar.api.batch import (
+    check_detached,
+    check_divisible,
+    check_lists,
+    check_real,
+    check_targets,
+    replica_sizes,
+    split_targets,
+)
 from autopar.api.batch_agreement import BatchAgreement, check_one_kind, checksum
 from autopar.api.outputs import join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
@@ -329,7 +337,9 @@ class Dispatcher:
         Raises:
             UsageError: targets cannot be cut, or a rank reads a tensor that is on the meta device.
         """
-        check_targets(request.target, request.call.batch, len(partition.all_sizes) > 1)
+        check_targets(targets, request.call.batch)
+        if len(partition.all_sizes) > 1:
+            check_lists(request.target, request.call.batch)
         if not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets)):
             return
         for rank in self.ranks.numbers:

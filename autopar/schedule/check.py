@@ -27,16 +27,15 @@ def check(
     """Prove that the schedule keeps every promise on which a runtime relies.
 
     1. Each forward of every chunk and microbatch runs exactly once, on rank chunk % ranks; when training each backward
-    too,
-       after its own forward. So each receive has its send.
+       too, after its own forward. So each receive has its send.
     2. Between any two chunks, in each direction, messages are received in the order in which they are sent. Where ranks
        have one chunk each, that holds between ranks.
-    3. No deadlock when sends never wait and an action waits for all it receives. 4. No deadlock in `check_rendezvous`
-    either, if ranks have one chunk each and every edge joins consecutive chunks. With
-       an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans three
-       or more ranks. With edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 receives only
-       after forwards whose activations rank 3 has yet to receive. Several chunks per rank break it too: the last rank
-       offers the first one an activation that the first one receives only after a whole group of microbatches. A
+    3. No deadlock when sends never wait and an action waits for all it receives.
+    4. No deadlock in `check_rendezvous` either, if ranks have one chunk each and every edge joins consecutive chunks.
+       With an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans
+       three or more ranks. With edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 receives
+       only after forwards whose activations rank 3 has yet to receive. Several chunks per rank break it too: the last
+       rank offers the first one an activation that the first one receives only after a whole group of microbatches. A
        transport without buffers must then call `check_rendezvous` itself.
     5. No rank keeps activations of more (chunk, microbatch) pairs than ``in_flight`` allows.
 

@@ -1,4 +1,4 @@
-"""What torch.export loses of gradients: hooks on them, ``no_grad`` inside autocast regions, ``.data``."""
+"""What torch.export leaves out: hooks on gradients, ``no_grad`` inside autocast regions, what is set by ``.data``."""
 
 from __future__ import annotations
 

@@ -84,12 +84,13 @@ def naming_updates(loss_fn: LossFunction) -> LossFunction:
 
     def loss_naming_updates(output: Any, target: Any) -> torch.Tensor:
         nonlocal is_first
-        tensors = closure_tensors(loss_fn) if is_first else {}
-        before = {place: version(tensor) for place, tensor in tensors.items()}
-        loss = loss_fn(output, target)
-        after = closure_tensors(loss_fn) if is_first else {}
+        if not is_first:
+            return loss_fn(output, target)
         is_first = False
-        updated = [name for name, t in tensors.items() if after.get(name) is not t or before[name] != version(t)]
+        tensors = closure_tensors(loss_fn)
+        before = {place: version(tensor) for place, tensor in tensors.items()}
+        loss, after = loss_fn(output, target), closure_tensors(loss_fn)
+        updated = [place for place, t in tensors.items() if after.get(place) is not t or before[place] != version(t)]
         if updated:
             warnings.warn(
                 f"loss_fn updates {', '.join(updated)}: for each microbatch, on each replica by its samples. The "

@@ -37,6 +37,8 @@ class Updater:
         self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport, flags: FlagChannel
     ) -> None:
         self.spec, self.trainable, self.transport, self.flags = spec, trainable, transport, flags
+        has_double = any(parameter.dtype == torch.float64 for parameter in trainable.values())
+        self.norm_dtype = torch.float64 if has_double else torch.float32  # of the gradients' norm
         recipe = spec.recipe
         replicated = spec.mesh.dp > 1 and bool(trainable)
         weights = [weight for weight in spec.weights if weight.name in trainable]
@@ -192,8 +194,7 @@ class Updater:
             square += nn.utils.get_total_norm(own).square()
         if self.spec.mesh.devices > 1:
             self.transport.start_sum(square, range(self.spec.mesh.devices))()
-        is_double = any(p.dtype == torch.float64 for p in self.trainable.values())
-        return square.sqrt() if is_double else square.sqrt().float()
+        return square.sqrt().to(self.norm_dtype)
 
     def clip(self, norm: torch.Tensor) -> None:
         """Clip the gradients by the global norm ``norm`` [] or by value, as the user chose."""

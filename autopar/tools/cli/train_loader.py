@@ -72,8 +72,8 @@ def resumed_loader(possible: str, asked: Run, checkpoint: Path) -> str:
 def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
     """The loader with which training is faster, by the images a second of all data ranks; prints both.
 
-    All ranks of torchrun call it. Processes make images while the GPU trains; a GPU does one after the other, because
-    nvJPEG waits for a captured step (docs/benchmarks.md, "Images from files").
+    All ranks of torchrun call it. Processes make images while the GPU trains; a GPU was measured to do one after the
+    other (docs/benchmarks.md, "Images from files").
 
     Args:
         make: loader of this rank's part of the batches; True lets the GPU decode.

@@ -82,7 +82,7 @@ def test_an_error_names_tensors_on_other_devices() -> None:
 
 
 class Centred(nn.Module):
-    """A loss with a memory, which it updates in place or assigns anew."""
+    """A loss that subtracts a running mean, a buffer that it updates in place or replaces."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()

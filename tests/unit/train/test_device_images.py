@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from support.image_reference import replace_kernels
 from support.pictures import smooth, write_jpegs
+from support.training import same
 from webdataset.writer import TarWriter
 
 from autopar.errors import UsageError
@@ -69,10 +70,6 @@ def loader(data: Data, augmentation: Augmentation, device: torch.device | None =
     transform = training_transform(data.form, augmentation)
     options = {"decode": device is not None} | options
     return PartLoader(data.train, sampler, transform, data.form, random_seed=5, device=device, **options)
-
-
-def same(one: list[Batch], other: list[Batch]) -> bool:
-    return all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(one, other, strict=True))
 
 
 # -- pixels ------------------------------------------------------------------------------------------------------------

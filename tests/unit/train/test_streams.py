@@ -148,7 +148,7 @@ def test_loader_processes_go_on_to_the_next_epoch(saved: Path) -> None:
 def test_evaluation_of_a_stream_counts_each_image_once(
     name: str, size: int, batch: int, workers: int, saved: Path
 ) -> None:
-    """Of 7 images in batches of 6, the last batch has fewer images than there are processes."""
+    """7 images in batches of 6 end with a batch of one image, so that one of two processes has none."""
     data, seen = load(name, saved), []
     for rank in range(size):
         sampler = PartSampler(TEST, batch, rank, size, training=False)
