@@ -2,15 +2,20 @@
 
 A program is divided at numbered modules (`autopar.ops.regions`), and names become numbers. So equal blocks are one
 function of weights and values, which is compiled once.
+
+Regions go to inductor, torch.compile's backend, as the graphs that they are. Its frontend would trace their Python code
+into the same graphs again, in more than half of the time in which a region is loaded from torch's caches.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log2, prod
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +24,7 @@ from torch import Tensor, fx, nn
 # Not public in torch 2.11 to 2.15. It compiles a backward before the first call, and says for which layouts of
 # gradients one is compiled; nothing public does.
 from torch._functorch import config as functorch_config
-from torch.utils.checkpoint import checkpoint
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from autopar.codegen.activation_checkpoint import Segment
 from autopar.codegen.regions import numbered_ops, with_random_arguments
@@ -38,10 +43,11 @@ SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.l
 # them. A function that is dropped here stays with the modules that call it.
 COMPILED_REGIONS: dict[str, RegionCode] = {}
 MAX_COMPILED_REGIONS = 256
+COMPILING = threading.RLock()  # the compiler works for one thread at a time
 
 
 class Argument(NamedTuple):
-    """A region's argument as torch.compile sees it.
+    """A region's argument as the compiler sees it.
 
     Args:
         storage: of a weight, its offset in elements within its storage, and that storage's size in bytes. Backwards on
@@ -52,8 +58,11 @@ class Argument(NamedTuple):
     dtype: torch.dtype
     stride: tuple[int, ...]
     requires_grad: bool
-    is_parameter: bool = False
     storage: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(tensor: Tensor, storage: tuple[int, int] | None = None) -> Argument:
+        return Argument(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.requires_grad, storage)
 
     def fake(self, device: torch.device) -> Tensor:
         """A tensor like it, without memory within a `FakeTensorMode`."""
@@ -63,10 +72,7 @@ class Argument(NamedTuple):
             offset, size = self.storage
             storage = torch.empty(size // self.dtype.itemsize, dtype=self.dtype, device=device)
             tensor = storage.as_strided(self.shape, self.stride, offset)
-        if self.is_parameter:
-            return nn.Parameter(tensor, requires_grad=self.requires_grad)
-        tensor.requires_grad_(self.requires_grad)
-        return tensor.view_as(tensor)  # no leaf, like what another region made
+        return tensor.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class RegionSource:
     Args:
         build: makes the module. A pickled fx.GraphModule would be traced again, which loses checkpoints and names.
         code: of the module, and flags; regions with equal ones compute the same.
-        options: of torch.compile.
+        options: of inductor.
     """
 
     build: Callable[[], fx.GraphModule]
@@ -85,34 +91,26 @@ class RegionSource:
     options: Mapping[str, Any]
     device: torch.device
 
-    def compile_only(self) -> None:
-        """Compile forward and backward into torch's caches on disk; nothing runs."""
-        # Not public in torch 2.11 to 2.15: tensors without memory, what a backend's exceptions become, and the backend
-        # of torch.compile for some options. Their imports bring in the whole compiler.
-        from torch._dynamo.exc import BackendCompilerFailed
+    def compile(self) -> Callable[..., Any]:
+        """Compile forward and, where gradients are enabled, backward; both are also in torch's caches on disk then."""
+        # Not public in torch 2.11 to 2.15. Their imports bring in the whole compiler.
         from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        inductor = torch._TorchCompileInductorWrapper(None, dict(self.options) or None, False)
-
-        def backend(module: fx.GraphModule, arguments: list[Tensor]) -> Any:
-            for node, argument in zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True):
-                node.type = nn.Parameter if isinstance(argument, nn.Parameter) else Tensor  # not FakeTensor
-            module.recompile()
-            inductor(module, arguments)
-            raise IsCompiled
-
-        with FakeTensorMode():
+        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
             arguments = [argument.fake(self.device) for argument in self.arguments]
-        try:
-            with functorch_config.patch(force_non_lazy_backward_lowering=True):
-                torch.compile(self.build(), fullgraph=True, dynamic=False, backend=backend)(*arguments)
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, IsCompiled):
-                raise
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            return inductor(self.build(), arguments, dict(self.options))
 
 
-class IsCompiled(Exception):
-    """Ends a call of `RegionSource.compile_only` before it would run what was compiled."""
+def inductor(module: fx.GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+    """A module compiled for arguments like the given ones.
+
+    `torch._inductor.compile` is documented for graphs from elsewhere, though not public (torch 2.11 to 2.15).
+    """
+    from torch import _inductor
+
+    return _inductor.compile(module, list(arguments), options=options)
 
 
 CompileAhead = Callable[[Sequence[RegionSource]], None]
@@ -120,26 +118,49 @@ CompileAhead = Callable[[Sequence[RegionSource]], None]
 
 @dataclass(eq=False)
 class RegionCode:
-    """The compiled function of equal regions; new until it is called or compiled ahead.
+    """The compiled functions of equal regions; new until it is called or compiled ahead.
 
     Args:
         first: a weak reference to the first of the regions.
+        compiled: functions by what they are compiled for, beyond shapes and dtypes (`modes`).
     """
 
     source: RegionSource
-    call: Callable[..., Any]
     first: Callable[[], CompiledRegion | None] = lambda: None
     is_new: bool = True
+    compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
+
+    def __call__(self, weights: Sequence[Tensor], args: Sequence[Tensor]) -> Any:
+        given = *weights, *args
+        modes = (
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            *((tensor.stride(), tensor.requires_grad) for tensor in given),
+        )
+        call = self.compiled.get(modes)
+        if call is None:
+            with COMPILING:
+                if modes not in self.compiled:
+                    first = self.first()
+                    arguments = arguments_of(weights if first is None else first.weights, args)
+                    self.compiled[modes] = replace(self.source, arguments=arguments).compile()
+                    self.is_new = False
+            call = self.compiled[modes]
+        return call(*given)
 
     def stored_source(self) -> RegionSource | None:
         """The source with the storages of the first region's weights; None if that region is gone."""
         region = self.first()
         if region is None:
             return None
-        own, read = self.source.arguments[: len(region.weights)], self.source.arguments[len(region.weights) :]
-        storages = [(w.storage_offset(), w.untyped_storage().nbytes()) for w in region.weights]
-        stored = [argument._replace(storage=storage) for argument, storage in zip(own, storages, strict=True)]
-        return replace(self.source, arguments=(*stored, *read))
+        read = self.source.arguments[len(region.weights) :]
+        return replace(self.source, arguments=(*arguments_of(region.weights, ()), *read))
+
+
+def arguments_of(weights: Iterable[Tensor], read: Iterable[Tensor]) -> tuple[Argument, ...]:
+    """Arguments of a region: its weights, and the values that it reads, whose storages are their own."""
+    own = (Argument.of(w, (w.storage_offset(), w.untyped_storage().nbytes())) for w in weights)
+    return *own, *(Argument.of(value) for value in read)
 
 
 class CompiledRegion(nn.Module):
@@ -152,16 +173,12 @@ class CompiledRegion(nn.Module):
     def __init__(self, code: RegionCode, weights: Sequence[Tensor], ahead: CompileAhead | None) -> None:
         super().__init__()
         self.code, self.weights = code, list(weights)  # a list: the module that holds the region owns them
-        self.ahead, self.is_new = ahead, True
+        self.ahead = ahead
 
     def forward(self, *args: Tensor) -> Any:
-        if self.is_new:
-            self.is_new = False
-            if self.code.is_new and self.ahead is not None:
-                self.ahead(take_new())
-            with functorch_config.patch(force_non_lazy_backward_lowering=True):
-                return self.code.call(*self.weights, *args)
-        return self.code.call(*self.weights, *args)
+        if self.code.is_new and self.ahead is not None:
+            self.ahead(take_new())
+        return self.code(self.weights, args)
 
 
 def take_new() -> list[RegionSource]:
@@ -175,14 +192,15 @@ def take_new() -> list[RegionSource]:
 def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
     """A module that checkpoints ``body``: saves its arguments, and the compiled backward runs it again.
 
-    The module has generated code: torch.compile counts compilations per code object and stops at a limit, which a
-    shared Python function would reach.
+    torch.compile's frontend makes this operator of `torch.utils.checkpoint.checkpoint` (torch 2.11 to 2.15).
     """
     graph = fx.Graph()
     arguments = [graph.placeholder(node.name) for node in body.graph.find_nodes(op="placeholder")]
     inner = graph.create_node("get_attr", "body")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
-    graph.output(graph.call_function(checkpoint, (inner, *arguments), options))
+    results = graph.call_function(tag_activation_checkpoint, (inner, *arguments), options)
+    count = len(body.graph.output_node().args[0])
+    graph.output(tuple(graph.call_function(getitem, (results, k)) for k in range(count)))
     return fx.GraphModule({"body": body}, graph, class_name="Checkpointed")
 
 
@@ -196,7 +214,7 @@ def compiled_region(
     keep_order: bool,
     ahead: CompileAhead | None,
 ) -> CompiledRegion:
-    """A region that torch.compile compiles at its first call, unless an equal region has been compiled.
+    """A region that is compiled at its first call, unless an equal region has been compiled.
 
     Equal regions have equal operations and constants, and equal shapes, dtypes and strides of all values and weights
     that enter. What differs in their random masks enters as tensors.
@@ -219,29 +237,21 @@ def compiled_region(
     names = [numbered.names[n] for n in arguments], [numbered.names[n] for n in results]
     build = partial(region_module, emit, numbered.ops, *names, [values[name] for name in region.reads])
     module = build()
-    taken = [
-        Argument(tuple(w.shape), w.dtype, w.stride(), w.requires_grad, isinstance(w, nn.Parameter))
-        for w in held.values()
-    ]
+    taken = [Argument.of(w) for w in held.values()]
     read = (values[name] for name in region.reads)
     taken += [Argument(v.shape, getattr(torch, v.dtype), v.stride, v.requires_grad) for v in read]
     text = f"{module.code}\n{recompute}\n{keep_order}"
     key = f"{text}\n{taken}"
     code = COMPILED_REGIONS.pop(key, None)
     if code is None:
-        whole = module
         if recompute:
-            whole, build = (
-                with_checkpoint(module, region.is_random),
-                partial(checkpointed_module, build, region.is_random),
-            )
+            build = partial(checkpointed_module, build, region.is_random)
         options = norm_options(region.ops) if device.type == "cuda" else {}
         if keep_order:
             from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
             options[CUSTOM_PASS] = CollectivesInOrder()
-        call = torch.compile(whole, fullgraph=True, dynamic=False, options=options or None)
-        code = RegionCode(RegionSource(build, text, tuple(taken), options, device), call)
+        code = RegionCode(RegionSource(build, text, tuple(taken), options, device))
     COMPILED_REGIONS[key] = code
     if len(COMPILED_REGIONS) > MAX_COMPILED_REGIONS:
         del COMPILED_REGIONS[next(iter(COMPILED_REGIONS))]

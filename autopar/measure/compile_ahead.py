@@ -175,7 +175,7 @@ def run(work: Work, emit: Emit) -> None:
 def attempt(region: RegionSource) -> str:
     """Compile a region; returns the text of an error, or nothing."""
     try:
-        region.compile_only()
+        region.compile()
     except Exception as error:  # such as collectives, whose groups only ranks have: the rank compiles it
         return f"{type(error).__name__}: {error}"
     return ""

@@ -121,7 +121,6 @@ def test_a_constant_image_has_a_product() -> None:
 
 
 def test_compiled_stages_have_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     program, _, weights = programs_of(nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Tanh()), torch.randn(2, 3, 8, 8))
     for wanted in (True, False):

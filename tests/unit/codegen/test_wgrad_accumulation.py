@@ -17,6 +17,7 @@ from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand
 from support.models import Tied, tiny_vit
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 import autopar
 from autopar.codegen import compile as compiled
@@ -33,14 +34,14 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether each product was added to a sum that was there. Compiled as for kernels, but not to machine code."""
     found: list[bool] = []
-    whole, add = torch.compile, add_product
+    add = add_product
 
     def noted(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, holds: bool) -> None:
         found.append(holds)
         add(total, left, right, holds)
 
-    backend = "aot_eager_decomp_partition"  # leaves out what nothing reads, as the one that makes kernels does
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: whole(*args, **options, backend=backend))
+    backend = aot_eager_decomp_partition  # leaves out what nothing reads, as the one that makes kernels does
+    monkeypatch.setattr(compiled, "inductor", lambda module, arguments, options: backend(module, arguments))
     monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     monkeypatch.setattr(linear_wgrad_fused, "add_product", noted)
     monkeypatch.setattr(linear_wgrad_fused, "OWNERS", WeakValueDictionary())  # but those of other tests' models

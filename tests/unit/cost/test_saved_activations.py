@@ -105,7 +105,6 @@ def test_what_is_kept_is_what_torch_keeps(
     model: Callable[[], nn.Module], side: int, fused_less: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the partitioner that inductor calls, without making machine code."""
-    whole = torch.compile
 
     def partition(joint: fx.GraphModule, arguments: Any, **options: Any) -> Any:
         joint_graph_passes(joint)  # drops views that change nothing
@@ -115,10 +114,7 @@ def test_what_is_kept_is_what_torch_keeps(
         fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=select_decomp_table, partition_fn=partition
     )
 
-    def partitioned(module: Any, **options: Any) -> Any:
-        return whole(module, backend=backend, **options)
-
-    monkeypatch.setattr(torch, "compile", partitioned)
+    monkeypatch.setattr(compiled, "inductor", lambda module, arguments, options: backend(module, arguments))
     monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     torch.manual_seed(0)
     built, x = model().train(), torch.randn(2, 3, side, side)

@@ -124,6 +124,6 @@ def test_weights_that_are_compiled_for_lie_where_they_will_be() -> None:
 
 
 def code_of(weight: nn.Parameter) -> RegionCode:
-    taken = Argument((3, 4), torch.float32, (4, 1), True, True), Argument((2, 4), torch.float32, (4, 1), False)
+    taken = Argument((3, 4), torch.float32, (4, 1), True), Argument((2, 4), torch.float32, (4, 1), False)
     source = RegionSource(partial(fx.symbolic_trace, nn.Identity()), "", taken, {}, CPU)
-    return RegionCode(source, torch.nn.functional.linear)
+    return RegionCode(source)

@@ -20,6 +20,7 @@ from support.models import UNet, resnet18, tiny_vit
 from support.random_plans import TP, random_labels, random_layouts
 from support.symmetric_buffers import ThreadBuffers, thread_buffers
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import autopar
 from autopar.api.model import ParallelModel
@@ -308,7 +309,7 @@ def test_models_take_what_is_reserved(name: str, precision: Precision, planner: 
 
 @pytest.mark.parametrize("name", only(["unet"], ["vit", "unet"]))
 def test_compiled_stages_take_what_is_reserved(name: str, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # kernels take minutes
+    monkeypatch.setattr(regions, "inductor", lambda module, args, options: aot_eager(module, args))  # not to kernels
     monkeypatch.setattr(regions, "COMPILED_REGIONS", {})
     torch.manual_seed(0)
     case, buffers = MODELS[name], registered(TP)
