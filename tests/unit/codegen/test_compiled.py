@@ -236,6 +236,29 @@ def test_compiled_functions_of_old_shapes_are_dropped(
     assert len(quick_compiler) == 4  # 1 stays, being used most
 
 
+def test_code_is_compiled_again_for_other_layouts_and_modes(quick_compiler: list[Any]) -> None:
+    """As torch.compile's frontend would: code made without gradients has no backward, and strides are constants."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh()), torch.randn(2, 3, 6, 6)
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
+    with torch.no_grad():
+        module(x)
+    for number, given in enumerate((x, x, x.to(memory_format=torch.channels_last), x.clone().requires_grad_()), 2):
+        (made,) = module(given)
+        assert torch.equal(made, model(given))
+        model.zero_grad()
+        made.sum().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        model(given).sum().backward()
+        assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True))
+        assert len(quick_compiler) == max(2, number - 1)
+    with torch.inference_mode():
+        assert torch.equal(module(x)[0], model(x))
+    assert len(quick_compiler) == 4
+
+
 def test_a_forward_compiles_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the stages of a pipeline would compile their backwards one after the other."""
     backwards: list[Any] = []
