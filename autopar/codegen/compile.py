@@ -103,7 +103,7 @@ class RegionSource:
             return inductor(self.build(), arguments, dict(self.options))
 
 
-def inductor(module: fx.GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+def inductor(module: fx.GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> Any:
     """A module compiled for arguments like the given ones.
 
     `torch._inductor.compile` is documented for graphs from elsewhere, though not public (torch 2.11 to 2.15).
@@ -159,7 +159,7 @@ class RegionCode:
 
 def arguments_of(weights: Iterable[Tensor], read: Iterable[Tensor]) -> tuple[Argument, ...]:
     """Arguments of a region: its weights, and the values that it reads, whose storages are their own."""
-    own = (Argument.of(w, (w.storage_offset(), w.untyped_storage().nbytes())) for w in weights)
+    own = (Argument.of(w, (int(w.storage_offset()), w.untyped_storage().nbytes())) for w in weights)
     return *own, *(Argument.of(value) for value in read)
 
 
@@ -199,8 +199,9 @@ def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
     inner = graph.create_node("get_attr", "body")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     results = graph.call_function(tag_activation_checkpoint, (inner, *arguments), options)
-    count = len(body.graph.output_node().args[0])
-    graph.output(tuple(graph.call_function(getitem, (results, k)) for k in range(count)))
+    (made,) = body.graph.output_node().args
+    assert isinstance(made, tuple)
+    graph.output(tuple(graph.call_function(getitem, (results, k)) for k in range(len(made))))
     return fx.GraphModule({"body": body}, graph, class_name="Checkpointed")
 
 
