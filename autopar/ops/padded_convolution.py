@@ -54,7 +54,7 @@ def padded_convolution(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """The convolution of ``x`` [N, C, …] with ``weight`` [O, C/groups, …]: [N, O, …], in the layout that cuDNN gives it.
+    """The convolution of ``x`` [N, C, …] with ``weight`` [O, C/groups, …]: [N, O, …], laid out as without padding.
 
     The bias is added last: torch.compile adds it in the kernel that cuts the result.
     """
@@ -82,9 +82,7 @@ def with_width(x: Tensor, dim: int, groups: int, width: int) -> Tensor:
     if is_channels_last:  # in the order of memory, which torch would forget for more dims
         x, dim = x.movedim(1, -1), -dim % x.dim()
     x = x.unflatten(dim, (groups, own))
-    if width < own:
-        x = x.narrow(dim + 1, 0, width)
-    else:
-        x = F.pad(x, (*(0, 0) * (x.dim() - dim - 2), 0, width - own))
+    after = (0, 0) * (x.dim() - dim - 2)
+    x = x.narrow(dim + 1, 0, width) if width < own else F.pad(x, (*after, 0, width - own))
     x = x.flatten(dim, dim + 1)
     return x.movedim(-1, 1) if is_channels_last else x

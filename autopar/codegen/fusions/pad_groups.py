@@ -1,7 +1,4 @@
-"""Padding of groups: grouped convolutions in 16 bits run in groups of a power of two (`autopar.ops.padded_convolution`).
-
-For programs on CUDA devices.
-"""
+"""Padding of groups (`autopar.ops.padded_convolution`): which grouped convolutions of a program on a CUDA device."""
 
 from __future__ import annotations
 
