@@ -1,4 +1,4 @@
-"""Copies of operands that linear layers need in another layout, as kernels of their own."""
+"""Copies of operands that products and convolutions need in another layout or with padding."""
 
 from __future__ import annotations
 

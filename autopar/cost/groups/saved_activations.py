@@ -53,6 +53,8 @@ def compiled_stats(graph: Graph, stats: GraphStats, device_type: str = "cpu") ->
     torch saves the sources and recomputes the tensor in the backward. Examples are attention's float32 probabilities,
     recomputed from bfloat16 scores, and a float32 residual sum, recomputed from its new summand.
 
+    Args:
+        device_type: on which it runs: groups of convolutions are padded on ``cuda``.
     Error: torch finds the minimum cut between a region's forward and backward, with penalties for long chains. This
         model compares one tensor after the other with its sources.
     Source: min_cut_rematerialization_partition in torch's torch/_functorch/partitioners.py.
