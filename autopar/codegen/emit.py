@@ -24,6 +24,7 @@ from autopar.codegen.activation_checkpoint import (
 )
 from autopar.codegen.compile import CompileAhead, compiled_region
 from autopar.codegen.fusions.async_tp import fuse_async_tp
+from autopar.codegen.fusions.pad_groups import pad_groups
 from autopar.codegen.fusions.patch_embed import use_patch_embed
 from autopar.codegen.fusions.wgrad import MainGradLookup, fuse_wgrad, no_main_grads
 from autopar.ir.graph import LocalDevice, Op, Ref
@@ -68,6 +69,7 @@ def graph_module(
         compiled = False  # a single region would give zero gradients to weights that have none
     if compiled:
         program = use_patch_embed(program)
+        program = pad_groups(program) if device.type == "cuda" else program
         program, added = fuse_wgrad(program, sums)
         attributes |= added
     values = {v.name: v for v in program.values}

@@ -275,8 +275,9 @@ def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tu
 
     Segments are those of the uncompiled graph: compilation must not move them.
     """
-    facts = graph_stats(graph, hardware.device_type)
-    return compiled_stats(graph, facts) if hardware.execution_mode.compiled else facts, segment_starts(graph, facts)
+    facts, device_type = graph_stats(graph, hardware.device_type), hardware.device_type
+    run = compiled_stats(graph, facts, device_type) if hardware.execution_mode.compiled else facts
+    return run, segment_starts(graph, facts)
 
 
 def priced_with_segments(pricing: Pricing, starts: tuple[int, ...], **named: Any) -> CostGraph:

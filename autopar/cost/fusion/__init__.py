@@ -7,7 +7,7 @@ Input is a graph with its statistics, eager and compiled; output is a tuple of `
 - `fused_graph`: the graph with its regions, and the operations that libraries compute ("external").
 - `forward`, `backward`: kernels of either direction.
 - `pooling`: kernels of pooling by windows.
-- `layer_copies`: copies of operands that linear layers need in another layout.
+- `layer_copies`: copies of operands that products and convolutions need in another layout or with padding.
 - `fused_kernels`: all kernels of a microbatch.
 - `traffic`: bytes by operation, with the slowdowns of generated kernels.
 - `least_kernels`: the part of that traffic that no sharding of other operations saves.

@@ -6,7 +6,7 @@ from autopar.cost.fusion.backward import backward_kernels
 from autopar.cost.fusion.forward import forward_kernels
 from autopar.cost.fusion.fused_graph import FusedGraph
 from autopar.cost.fusion.kernel import FusedKernel
-from autopar.cost.fusion.layer_copies import layer_copies, padded_images, product_copies
+from autopar.cost.fusion.layer_copies import layer_copies, padded_groups, padded_images, product_copies
 from autopar.cost.fusion.pooling import pooling_kernels
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.graph import Graph
@@ -24,5 +24,5 @@ def fused_kernels(graph: Graph, eager: GraphStats, stats: GraphStats) -> tuple[F
         some gradients of rotary embeddings that are not written here.
     """
     fused = FusedGraph(graph, eager, stats)
-    copies = (*layer_copies(fused), *product_copies(fused), *padded_images(fused))
+    copies = (*layer_copies(fused), *product_copies(fused), *padded_images(fused), *padded_groups(fused))
     return (*forward_kernels(fused), *backward_kernels(fused), *pooling_kernels(fused), *copies)

@@ -1,4 +1,4 @@
-"""Copies of operands that linear layers need in another layout, as kernels of their own."""
+"""Copies of operands that products and convolutions need in another layout or with padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from autopar.cost.fusion.fused_graph import FusedGraph
 from autopar.cost.fusion.kernel import Access, Direction, FusedKernel
-from autopar.cost.ops.kernel_shapes import has_padded_channels, padded
+from autopar.cost.ops.kernel_shapes import group_padding, has_padded_channels, padded
 from autopar.ir.graph import DTYPE_BYTES, Op
 from autopar.ops.alignment import TENSOR_CORE_BYTES, is_aligned
 from autopar.ops.registry import Operand
@@ -58,6 +58,32 @@ def padded_images(fused: FusedGraph) -> Iterator[FusedKernel]:
             yield FusedKernel("forward", (op.name,), reads, writes)
             if fused.stats.ops[op.name].gradients:
                 yield FusedKernel("backward", (op.name,), reads, writes)
+
+
+def padded_groups(fused: FusedGraph) -> Iterator[FusedKernel]:
+    """Traffic of padding convolutions' groups, in excess of the kernels that run without padding too.
+
+    A kernel pads the weight, and another one cuts its gradient. The kernel that makes the operand pads it; an operand
+    that others read too is copied. The norm that reads the result cuts it, and saves what it has cut.
+
+    Error: the backward is that of an operand made by a batch norm and a ReLU, which reads the padding four times: with
+        the gradient and with the operand, for the norm's sums and for its gradient.
+    """
+    for op in fused.graph.ops:
+        wide_in, wide_out = group_padding(op, fused.graph)
+        if wide_in == wide_out == 1:
+            continue
+        x, weight, result = op.reads[0], op.reads[1], op.outputs[0].name
+        is_copied = wide_in > 1 and (fused.is_in_memory(x) or len(fused.readers[x]) > 1)
+        is_cut = wide_out > 1 and fused.root(result) in fused.saved
+        wide_weight = Access(op.name, weight, wide_in * wide_out)
+        reads = Access(op.name, weight), Access(op.name, x, is_copied), Access(op.name, result, wide_out - 1)
+        writes = wide_weight, Access(op.name, x, wide_in - 1 + is_copied), Access(op.name, result, is_cut)
+        yield FusedKernel("forward", (op.name,), reads, writes)
+        if fused.stats.ops[op.name].gradients:
+            reads = wide_weight, Access(op.name, x, 4 * (wide_in - 1))
+            writes = Access(op.name, weight), Access(op.name, result, wide_out - 1)
+            yield FusedKernel("backward", (op.name,), reads, writes)
 
 
 def has_scattered_batch(value: Operand) -> bool:

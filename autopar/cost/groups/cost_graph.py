@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
 from autopar.cost.groups.weight_memory import UNSHARDED, Bucket, Sharing, gradient_buckets, weight_cost
 from autopar.cost.ops.collective_cost import is_collective
-from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs
+from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs, padded_bytes
 from autopar.cost.ops.overlap import with_exposed_collectives
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, refs
@@ -109,9 +109,11 @@ def with_workspace(group: Group, members: OpGroup, pricing: Pricing) -> Group:
         were 0.7 to 1.3 times the input and output bytes of the largest convolution above the other terms, and 0.1 times
         for EfficientNet-B3.
     """
-    convolutions = [op for op in members.ops if "conv" in op.target]
-    around = [(*(n for n in op.reads if n not in pricing.graph.weight), op.outputs[0].name) for op in convolutions]
-    most = max((sum(map(pricing.num_bytes, names)) for names in around), default=0)
+    most = 0.0
+    for op in members.ops:
+        if "conv" in op.target:
+            names = (*(n for n in op.reads if n not in pricing.graph.weight), op.outputs[0].name)
+            most = max(most, sum(map(padded_bytes(op, pricing, pricing.num_bytes), names)))
     return replace(group, workspace_bytes=round(CUDNN_WORKSPACE_FACTOR * most))
 
 

@@ -16,6 +16,7 @@ import torch
 from autopar.cost.fusion.fused_graph import MAX_POOL, RELU
 from autopar.cost.fusion.fused_kernels import fused_kernels
 from autopar.cost.fusion.traffic import fused_traffic
+from autopar.cost.ops.kernel_shapes import group_padding
 from autopar.cost.ops.op_stats import GraphStats, OpStats, storage_names
 from autopar.ir.graph import Graph, Op, refs
 from autopar.ops.regions import region_starts
@@ -45,18 +46,20 @@ ROW_BYTES = 8  # the largest element of a softmax's row and its sum, in float32
 Sources = dict[str, tuple[str, int]]
 
 
-def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
+def compiled_stats(graph: Graph, stats: GraphStats, device_type: str = "cpu") -> GraphStats:
     """Statistics of a graph whose regions are compiled: ``saved_*`` follow the partitioner instead of eager autograd.
 
     A tensor that only fused kernels write and read reaches memory only if it is saved. If its sources take fewer bytes,
     torch saves the sources and recomputes the tensor in the backward. Examples are attention's float32 probabilities,
     recomputed from bfloat16 scores, and a float32 residual sum, recomputed from its new summand.
 
+    Args:
+        device_type: on which it runs: groups of convolutions are padded on ``cuda``.
     Error: torch finds the minimum cut between a region's forward and backward, with penalties for long chains. This
         model compares one tensor after the other with its sources.
     Source: min_cut_rematerialization_partition in torch's torch/_functorch/partitioners.py.
     """
-    eager, stats = stats, GraphStats(decomposed_ops(graph, stats))
+    eager, stats = stats, GraphStats(decomposed_ops(graph, stats, device_type))
     partitioner = PartitionerModel(graph, stats)
     kept = {partitioner.tensor(name) for op in graph.ops for name in stats.ops[op.name].saved_names(op)}
     dropped, extra_bytes = set[str](), Counter[str]()
@@ -91,14 +94,16 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
     return replace(compiled, traffic=fused_traffic(graph, compiled, fused_kernels(graph, eager, compiled)))
 
 
-def decomposed_ops(graph: Graph, stats: GraphStats) -> Mapping[str, OpStats]:
-    """Statistics of each operation with what its decomposition saves, where that is less than in eager mode.
+def decomposed_ops(graph: Graph, stats: GraphStats, device_type: str) -> Mapping[str, OpStats]:
+    """Statistics of each operation with what its decomposition saves, where that differs from eager mode.
 
     - A max pooling saves the offset of each maximum in its window instead of its index and its operand.
     - A ReLU whose result leaves its region saves which elements are positive, unless another operation of its region
       saves the result.
     - A maximum over dims saves which elements are maxima, unless another operation of its region saves the operand.
     - A linear layer whose wgrad GEMM accumulates saves its operand where autograd saves a dense copy of it.
+    - A convolution whose groups are padded on a GPU saves its operand with the padding: in place of the operand if that
+      is made for it alone, else as well. The padded weight that it saves is not counted.
     """
     storage, weights = storage_names(graph, stats), graph.weight
     readers = Counter(name for op in graph.ops for name in op.reads)
@@ -128,7 +133,11 @@ def decomposed_ops(graph: Graph, stats: GraphStats) -> Mapping[str, OpStats]:
             weight = weights.get(op.reads[1])
             if weight is not None and weight.dtype != weight.stored_dtype and readers[weight.name] == 1:
                 new = replace(own, saved_operands=(0, *own.saved_operands), saved_bytes=0)
-        return own if new is None else changed.setdefault((id(own), new.saved_outputs), new)
+        elif device_type == "cuda" and 0 in own.saved_operands and (wide := group_padding(op, graph)[0]) > 1:
+            x, maker = graph.readable[op.reads[0]], graph.producer.get(op.reads[0])
+            alone = maker is not None and is_fusible(maker) and readers[x.name] == 1 and x.name not in leaving
+            new = replace(own, saved_bytes=round((wide - alone) * x.num_bytes))
+        return own if new is None else changed.setdefault((id(own), new.saved_outputs, new.saved_bytes), new)
 
     return {op.name: decomposed(op) for op in graph.ops}
 

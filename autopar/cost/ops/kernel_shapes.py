@@ -12,18 +12,23 @@ from math import ceil, prod
 from autopar.cost.ops.op_stats import ATTENTION
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ops.alignment import FULL_SPEED_BYTES, TENSOR_CORE_BYTES, is_aligned
+from autopar.ops.padded_convolution import CONVOLUTIONS, group_widths
 from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import LINEAR
 
 
-def shape_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
-    """FLOPs whose time a kernel on a GPU takes, over the operation's FLOPs: of the forward, of the backward."""
+def shape_slowdowns(op: Op, graph: Graph, compiled: bool = False) -> tuple[float, float]:
+    """FLOPs whose time a kernel on a GPU takes, over the operation's FLOPs: of the forward, of the backward.
+
+    Args:
+        compiled: in code of torch.compile.
+    """
     if op.target == ATTENTION:
         bound, shapes = named_arguments(op), graph.shapes
         query, key = (shapes[bound[name].name] for name in ("query", "key"))
         return FORWARD.padding(query[-2], key[-2], query[-1]), BACKWARD.padding(query[-2], key[-2], query[-1])
     if "conv" in op.target:
-        return convolution_slowdowns(op, graph)
+        return convolution_slowdowns(op, graph, compiled)
     slowdown = product_slowdown(op, graph)
     return slowdown, slowdown
 
@@ -108,20 +113,33 @@ GENERIC_SLOWDOWN = 30.0
 
 
 def has_padded_channels(op: Op, graph: Graph) -> bool:
-    """Whether channels of a convolution's input are padded. Patches are products (`autopar.ops.patch_embed`)."""
+    """Whether cuDNN pads channels of a convolution's input. Patches are products (`autopar.ops.patch_embed`)."""
     if "conv" not in op.target or DTYPE_BYTES[op.outputs[0].dtype] != 2:
         return False
     given, (_, channels, *_) = named_arguments(op), graph.shapes[op.reads[0]]
     is_patch = [*given["stride"]] == [*graph.shapes[op.reads[1]][2:]] and not any(given["padding"])
-    return not is_patch and not is_aligned(channels, op.outputs[0].dtype)
+    return not is_patch and not is_aligned(round(channels * group_padding(op, graph)[0]), op.outputs[0].dtype)
 
 
-def convolution_slowdowns(op: Op, graph: Graph) -> tuple[float, float]:
+def group_padding(op: Op, graph: Graph) -> tuple[float, float]:
+    """Channels of an operation's operand and result over their own, where compiled code on a GPU pads groups.
+
+    1 for all but the convolutions of `autopar.ops.padded_convolution`.
+    """
+    if op.target not in CONVOLUTIONS:
+        return 1.0, 1.0
+    weight, groups = graph.shapes[op.reads[1]], named_arguments(op)["groups"]
+    wide_in, wide_out = group_widths(op, weight, groups)
+    return wide_in / weight[1], wide_out * groups / weight[0]
+
+
+def convolution_slowdowns(op: Op, graph: Graph, compiled: bool) -> tuple[float, float]:
     """Seconds of a convolution over those of a large one, dense or depthwise, of as many FLOPs."""
     out, channels, *window = graph.shapes[op.reads[1]]
     groups = named_arguments(op)["groups"]
     if groups > 1:
-        by_tiles = max(1.0, TILE_ROWS / channels)
+        wide_in, wide_out = group_padding(op, graph) if compiled else (1.0, 1.0)
+        by_tiles = wide_in * wide_out * max(1.0, TILE_ROWS / (wide_in * channels))
         return (by_tiles, by_tiles) if channels > 1 else (1.0, GENERIC_SLOWDOWN if out > groups else 1.0)
     if not has_padded_channels(op, graph):
         return 1.0, 1.0

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from autopar.cost.groups.grouping import batch_dependent_names
 from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
 from autopar.cost.ops.fused_cost import column_sum_seconds, fused_seconds
-from autopar.cost.ops.kernel_shapes import shape_slowdowns
+from autopar.cost.ops.kernel_shapes import group_padding, shape_slowdowns
 from autopar.cost.ops.memory_traffic import (
     backward_reread_bytes,
     forward_reread_bytes,
@@ -218,6 +218,20 @@ def kernel_seconds(
     return hypot(computing, hardware.traffic_seconds(num_bytes, 1)) + launch
 
 
+def padded_bytes(op: Op, pricing: Pricing, num_bytes: Callable[[str], float]) -> Callable[[str], float]:
+    """As ``num_bytes``, of an operation's operands and results as its kernel reads and writes them: with padded groups.
+
+    Args:
+        num_bytes: bytes of a value or weight on this rank, by name.
+    """
+    hardware = pricing.hardware
+    wide_in, wide_out = group_padding(op, pricing.graph)
+    if hardware.device_type != "cuda" or not hardware.execution_mode.compiled or wide_in == wide_out == 1:
+        return num_bytes
+    widened = {op.reads[0]: wide_in, op.reads[1]: wide_in * wide_out, op.outputs[0].name: wide_out}
+    return lambda name: num_bytes(name) * widened.get(name, 1.0)
+
+
 def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: float = 1) -> OpCost:
     """Analytic cost of a rank's part of an operation: a roofline over its FLOPs and memory traffic.
 
@@ -233,19 +247,21 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     stats, hardware = pricing.stats.ops[op.name], pricing.hardware
     flops = pricing.scaled(stats.forward_flops, op.name) / parts
     backward_flops = pricing.scaled(stats.backward_flops, op.name) / parts
-    operands = sum(map(num_bytes, op.reads))
-    outputs = sum(num_bytes(v.name) for v in op.outputs)
+    kernel_bytes = padded_bytes(op, pricing, num_bytes)
+    operands = sum(map(kernel_bytes, op.reads))
+    outputs = sum(kernel_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
     kind, on_gpu = op_kind(op, pricing.graph, stats.forward_flops), hardware.device_type == "cuda"
-    slowdowns = shape_slowdowns(op, pricing.graph) if on_gpu and kind != "memory" else (1.0, 1.0)
+    compiled = hardware.execution_mode.compiled
+    slowdowns = shape_slowdowns(op, pricing.graph, compiled) if on_gpu and kind != "memory" else (1.0, 1.0)
     products, fused = num_backward_kernels(kind, stats), pricing.stats.traffic.get(op.name) if on_gpu else None
     forward = (
         kernel_seconds(hardware, kind, flops * slowdowns[0], operands + outputs, dtype) if stats.moves_data else 0.0
     )
     if again := forward_reread_bytes(op, num_bytes):
         forward += hardware.op_seconds("memory", 0.0, again, dtype)
-    output_grads = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
-    input_grads = sum(num_bytes(op.reads[i]) for i in stats.gradients)
+    output_grads = sum(kernel_bytes(v.name) for v in op.outputs if v.requires_grad)
+    input_grads = sum(kernel_bytes(op.reads[i]) for i in stats.gradients)
     saved = pricing.scaled(stats.saved_bytes, op.name) / parts + sum(map(num_bytes, stats.saved_names(op)))
     backward = extra_traffic = 0.0
     if stats.gradients:
@@ -259,9 +275,9 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
         )
         sums = sums_over_samples(op, pricing, kind, products)
         if again := backward_reread_bytes(op, stats, sums, num_bytes, on_gpu):
-            compiled = fused is not None
+            is_fused = fused is not None
             extra_traffic += (
-                column_sum_seconds(again, hardware) if compiled else hardware.op_seconds("memory", 0.0, again, dtype)
+                column_sum_seconds(again, hardware) if is_fused else hardware.op_seconds("memory", 0.0, again, dtype)
             )
         if kind == "convolution" and on_gpu:
             backward += SPLIT_START_SECONDS
@@ -277,7 +293,7 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
         else:
             forward, backward = (alone + part for alone, part in zip((forward, backward), shared, strict=True))
     around = (*(r for r in op.reads if r not in pricing.graph.weight), *(v.name for v in op.outputs))
-    unsaved = sum(num_bytes(name) for name in around if name not in pricing.saved_until[op.name])
+    unsaved = sum(kernel_bytes(name) for name in around if name not in pricing.saved_until[op.name])
     forward_set = round(unsaved) if stats.moves_data else 0
     working_set = max(forward_set, round(output_grads + input_grads) if stats.gradients else 0)
     return OpCost(forward, backward + extra_traffic, flops, working_set, extra_traffic_seconds=extra_traffic)

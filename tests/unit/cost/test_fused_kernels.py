@@ -241,6 +241,28 @@ def test_a_pooling_reads_an_element_once_for_each_window() -> None:
     assert reads == [9 / 4, 1.5 * 16, 9, 9]
 
 
+def test_padding_of_groups_moves_what_it_adds() -> None:
+    """A norm's result is padded where it is made, a convolution's is copied. A norm saves what it cuts."""
+    norms = nn.Sequential(
+        nn.Conv2d(48, 48, 1), nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 48, 3, groups=2), nn.BatchNorm2d(48)
+    )
+    alone = nn.Sequential(nn.Conv2d(48, 48, 1), nn.Conv2d(48, 32, 3, groups=2))
+    found = []
+    for model in (norms, alone):
+        graph = lower_model(model, example_call(model, torch.randn(2, 48, 8, 8), None, None), "train", "net", "bf16")
+        (own,) = (op for op in graph.ops if "conv" in op.target and 3 in graph.shapes[op.reads[1]])
+        for kernel in kernels(graph):
+            if own.name == kernel.ops[0]:
+                moved = [(*own.reads[:2], own.outputs[0].name).index(a.tensor) for a in kernel.accesses]
+                found.append([f"{'xwy'[i]}*{a.times:.2f}" for i, a in zip(moved, kernel.accesses) if a.times])
+    assert found == [
+        ["w*1.00", "y*0.33", "w*1.78", "x*0.33", "y*1.00"],
+        ["w*1.78", "x*1.33", "w*1.00", "y*0.33"],
+        ["w*1.00", "x*1.00", "w*1.33", "x*1.33"],
+        ["w*1.33", "x*1.33", "w*1.00"],
+    ]
+
+
 class Gated(nn.Module):
     """A product of two halves of one value."""
 

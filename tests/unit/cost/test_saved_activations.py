@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from autopar.api.planning.plan import example_call
 from autopar.codegen import compile as compiled
 from autopar.codegen.emit import graph_module
+from autopar.codegen.fusions.pad_groups import pad_groups
 from autopar.codegen.split import split
 from autopar.cost.groups.saved_activations import compiled_stats
+from autopar.cost.ops.kernel_shapes import group_padding
 from autopar.cost.ops.op_stats import GraphStats, graph_stats, storage_names
 from autopar.ir.graph import Graph
 from autopar.trace.lower import lower_model
@@ -59,6 +62,12 @@ def small_hiera() -> nn.Module:
     return timm.models.Hiera(img_size=(64, 64), embed_dim=32, num_heads=1, stages=(1, 2, 2, 1), num_classes=10)
 
 
+def small_regnet() -> nn.Module:
+    """Groups of 24 channels."""
+    cfg = timm.models.regnet.RegNetCfg(depth=5, w0=24, wa=40.0, wm=2.0, group_size=24, se_ratio=0.25)
+    return timm.models.regnet.RegNet(cfg, num_classes=10)
+
+
 def saved_bytes(graph: Graph, facts: GraphStats) -> int:
     """Bytes that the operations save, each tensor once and no weights."""
     root = storage_names(graph, facts)
@@ -67,9 +76,14 @@ def saved_bytes(graph: Graph, facts: GraphStats) -> int:
     return values + sum(facts.ops[own.name].saved_bytes for own in graph.ops)
 
 
-def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that autograd keeps of the graph's compiled regions, each tensor once and no weights."""
+def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor, on_gpu: bool = False) -> int:
+    """Bytes that autograd keeps of the graph's compiled regions, each tensor once and no weights.
+
+    Args:
+        on_gpu: compile the program of a GPU, for the CPU.
+    """
     (program,) = split(graph, {own.name: 0 for own in graph.ops}, 1)
+    program = pad_groups(program) if on_gpu else program
     tensors = weight_tensors(model, graph)
     held = {w.name: tensors[w.name].detach().to(getattr(torch, w.dtype)) for w in graph.weights}
     held = {w.name: held[w.name].requires_grad_(w.requires_grad) for w in graph.weights}
@@ -84,6 +98,22 @@ def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor) -> int:
         module(x)
     weights = {tensor.untyped_storage().data_ptr() for tensor in held.values()}
     return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+@pytest.fixture
+def partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile by the partitioner that inductor calls, without making machine code."""
+
+    def partition(joint: fx.GraphModule, arguments: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)  # drops views that change nothing
+        return min_cut_rematerialization_partition(joint, arguments, compiler="inductor", **options)
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=select_decomp_table, partition_fn=partition
+    )
+
+    monkeypatch.setattr(compiled, "inductor", lambda module, arguments, options: backend(module, arguments))
+    monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
 
 
 @pytest.mark.parametrize(
@@ -102,20 +132,8 @@ def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor) -> int:
     ),
 )
 def test_what_is_kept_is_what_torch_keeps(
-    model: Callable[[], nn.Module], side: int, fused_less: float, monkeypatch: pytest.MonkeyPatch
+    model: Callable[[], nn.Module], side: int, fused_less: float, partitioner: None
 ) -> None:
-    """By the partitioner that inductor calls, without making machine code."""
-
-    def partition(joint: fx.GraphModule, arguments: Any, **options: Any) -> Any:
-        joint_graph_passes(joint)  # drops views that change nothing
-        return min_cut_rematerialization_partition(joint, arguments, compiler="inductor", **options)
-
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=select_decomp_table, partition_fn=partition
-    )
-
-    monkeypatch.setattr(compiled, "inductor", lambda module, arguments, options: backend(module, arguments))
-    monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     torch.manual_seed(0)
     built, x = model().train(), torch.randn(2, 3, side, side)
     traced = lower_model(built, example_call(built, x, None, None), "train", "net", "bf16")
@@ -123,6 +141,19 @@ def test_what_is_kept_is_what_torch_keeps(
     kept = kept_bytes(traced, built, x)
     assert saved_bytes(traced, compiled_stats(traced, eager)) == pytest.approx(kept, rel=0.04)
     assert saved_bytes(traced, eager) >= (1 + fused_less) * kept
+
+
+def test_padded_operands_are_kept_and_cut_results(partitioner: None) -> None:
+    """As torch keeps them, which also keeps padded weights."""
+    torch.manual_seed(0)
+    built, x = small_regnet().train(), torch.randn(2, 3, 64, 64)
+    traced = lower_model(built, example_call(built, x, None, None), "train", "net", "bf16")
+    eager, kept = graph_stats(traced), kept_bytes(traced, built, x, on_gpu=True)
+    wide = {own.reads[1]: prod(group_padding(own, traced)) for own in traced.ops if "conv" in own.target}
+    weights = sum(factor * traced.readable[name].num_bytes for name, factor in wide.items() if factor > 1)
+    padded, plain = (saved_bytes(traced, compiled_stats(traced, eager, kind)) for kind in ("cuda", "cpu"))
+    assert padded == pytest.approx(kept - weights, rel=0.01)
+    assert plain < 0.98 * padded
 
 
 def residual(between: torch.dtype) -> Graph:
