@@ -99,6 +99,10 @@ class CompileAheadWarning(UserWarning):
     """Processes that compile before the first step failed; ranks compile in their place."""
 
 
+class DecodingWarning(UserWarning):
+    """A GPU decodes images between its training steps, since CUDA was started with few hardware queues."""
+
+
 class EvaluationWarning(UserWarning):
     """The model's eval mode cannot be traced, so it can only be trained."""
 

@@ -72,8 +72,7 @@ def resumed_loader(possible: str, asked: Run, checkpoint: Path) -> str:
 def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
     """The loader with which training is faster, by the images a second of all data ranks; prints both.
 
-    All ranks of torchrun call it. Processes make images while the GPU trains; a GPU was measured to do one after the
-    other (docs/benchmarks.md, "Images from files").
+    All ranks of torchrun call it. Either makes images while the GPU trains.
 
     Args:
         make: loader of this rank's part of the batches; True lets the GPU decode.
@@ -95,13 +94,13 @@ def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
         by_processes = images_per_second(make(False), workers)
     gpu, cpu = pm.data_sum([by_device, by_processes])
     trained = pm.plan.prediction.samples_per_second
-    chosen = GPU if gpu and 1 / (1 / gpu + 1 / trained) > min(cpu, trained) else CPU
+    chosen = GPU if min(gpu, trained) > cpu else CPU
     if is_rank_zero():
         processes = f"{cpu:,.0f} on CPU with {plural(workers, 'worker')}"
         if chosen == GPU:
             reason = f"{gpu:,.0f} images/s against {processes}"
         elif gpu > cpu:
-            reason = f"{processes}, {gpu:,.0f} images/s on the GPU, but not while it trains {trained:,.0f}"
+            reason = f"{processes}, {gpu:,.0f} images/s on the GPU, and training takes {trained:,.0f}"
         else:
             reason = impossible or f"{processes}, {gpu:,.0f} images/s on the GPU"
         typer.echo(f"loader      {chosen}: {reason}\n")

@@ -65,6 +65,7 @@ from autopar.train import (
     timm_optimizer,
     training_loader,
 )
+from autopar.train.data.device_images import decode_beside_steps
 
 
 def run(asked: Run) -> None:
@@ -77,6 +78,8 @@ def run(asked: Run) -> None:
         TrainingError: a loss was not finite, or the accuracies differ.
     """
     check_weights_flags(asked)
+    if asked.data.loader != CPU:
+        decode_beside_steps()
     with exits_on_sigterm():
         (validate if asked.val_only else run_to_the_end)(asked)
 

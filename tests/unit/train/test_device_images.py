@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,18 @@ from support.pictures import smooth, write_jpegs
 from support.training import same
 from webdataset.writer import TarWriter
 
-from autopar.errors import UsageError
+from autopar.errors import DecodingWarning, UsageError
 from autopar.train import Augmentation, Batch, Data, Mixup, PartSampler, Selection, Wanted, load_data, num_images
 from autopar.train.data import device_images
 from autopar.train.data.datasets import PHOTO_AUGMENTATION
-from autopar.train.data.device_images import groups, heights_first, pillow_order
+from autopar.train.data.device_images import (
+    QUEUES,
+    decode_beside_steps,
+    groups,
+    heights_first,
+    pillow_order,
+    warn_of_few_queues,
+)
 from autopar.train.data.device_samples import check_device_images
 from autopar.train.data.loader import PartLoader
 from autopar.train.data.transforms import Chain, evaluation_transform, image_format, training_transform
@@ -388,6 +396,20 @@ def test_images_in_memory_have_nothing_to_decode() -> None:
     data = load_data("digits", Wanted(8))
     with pytest.raises(UsageError, match=r"^--loader gpu decodes images, and this data set is in memory\. Leave it"):
         check_device_images(data.train, data.form, data.augmentation)
+
+
+def test_few_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(QUEUES, raising=False)
+    with pytest.warns(DecodingWarning, match=rf"^Decoding on cuda:1 waits for training steps\. Set {QUEUES}=32 in"):
+        warn_of_few_queues(torch.device("cuda", 1))
+    decode_beside_steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_few_queues(torch.device("cuda", 1))
+    monkeypatch.setenv(QUEUES, "8")
+    decode_beside_steps()
+    with pytest.warns(DecodingWarning):  # the user's choice stays
+        warn_of_few_queues(torch.device("cuda", 1))
 
 
 def test_a_decoder_that_is_not_there(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
