@@ -1,7 +1,7 @@
 """Compiled regions: regions that differ in names alone, such as transformer blocks, share one compilation.
 
-A program is divided at numbered modules (`autopar.ops.regions`), and names become numbers. So equal blocks are one
-function of weights and values, which is compiled once.
+A program is divided after the first product of each numbered module (`autopar.ops.regions`), and names become numbers.
+So regions of equal blocks are one function of weights and values, which is compiled once.
 
 Regions go to inductor, torch.compile's backend, as the graphs that they are. Its frontend would trace their Python code
 into the same graphs again, in more than half of the time in which a region is loaded from torch's caches.

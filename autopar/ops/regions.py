@@ -4,22 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import torch
 
 from autopar.ir.graph import Op, Ref
-from autopar.ops.registry import operator
+from autopar.ops.registry import named_arguments, operator
 
 MIN_REGION_OPS = 8  # operations
+CONVOLUTIONS = {
+    *(f"aten.conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
+    "aten.convolution", "autopar.patch_convolution", "autopar.place_convolution", "autopar.padded_convolution",
+}  # fmt: skip
+MATRIX_PRODUCTS = {
+    *(f"aten.{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
+    "autopar.linear_wgrad_fused",
+}  # fmt: skip
 
 
 def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> tuple[int, ...]:
-    """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
+    """Positions of the operations that each begin a region, 0 first.
 
-    A module counts from `MIN_REGION_OPS` operations up; of nested modules (``stages.2``, ``stages.2.blocks.7``) the
-    innermost one counts. Fewer operations in between join the region before them. If an operation writes into a value,
-    everything is one region, because other readers of that memory are not tracked.
+    A block is a run of operations of one numbered module, such as ``blocks.3``, or between such modules. It counts from
+    `MIN_REGION_OPS` operations up; of nested modules (``stages.2``, ``stages.2.blocks.7``) the innermost one counts.
+    Fewer operations in between join the region before them.
+
+    A region begins after a block's first product. The norm, activation or sum before it is thus compiled with the end
+    of the previous block, and torch.compile fuses both; it fuses nothing across the product. A block without
+    `product_end` begins a region with its first operation. Operations after the last block begin one too, unless a part
+    of that block is a region with them alone. If an operation writes into a value, everything is one region, because
+    other readers of that memory are not tracked.
 
     Args:
         required_starts: positions that begin a region in any case.
@@ -28,11 +42,51 @@ def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> t
         return (0,) if ops else ()
     sizes = Counter(path for op in ops for path in numbered_modules(op.module))
     homes = [next((p for p in numbered_modules(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
-    runs = [len(list(run)) for _, run in groupby(homes)]
-    last = len(runs) - 1
-    starts = zip(accumulate(runs, initial=0), enumerate(runs))
-    whole = {start for start, (k, length) in starts if k in (0, last) or length >= MIN_REGION_OPS}
-    return tuple(sorted(whole.union(required_starts)))
+    starts, end, is_after_product = [0], 0, False
+    for home, run in groupby(homes):
+        begin, end = end, end + len(list(run))
+        is_stem, is_last = begin == 0 and sizes[home] != end, end == len(ops)
+        product = None if is_stem else product_end(ops[begin:end])
+        if product is not None and len(ops) - begin - product < MIN_REGION_OPS:
+            product = None
+        is_short = end - begin < MIN_REGION_OPS and not is_last
+        if is_short or (is_last and is_after_product and product is None):
+            continue
+        start = begin + (product or 0)
+        if starts[-1] == 0 or start - starts[-1] >= MIN_REGION_OPS:
+            starts.append(start)
+            is_after_product = product is not None
+    return tuple(sorted({*starts, *required_starts}))
+
+
+def product_end(block: Sequence[Op]) -> int | None:
+    """Position after a block's first products and the collective that completes them; None if no region begins there.
+
+    The first products are those that read values made in the block before them, such as query, key and value of one
+    norm. No region begins where another operation reads such a value too, which would be one more tensor in memory.
+    Nor does one begin after
+
+    - a convolution with a bias: torch.compile adds the bias in a kernel that is fused with what follows in the region,
+    - a product of rows that are strided in memory, as between tokens: the norm's kernel, which writes them, would read
+      the summands of the block before across rows too.
+    """
+    first = next((position for position, op in enumerate(block) if packet(op) in CONVOLUTIONS | MATRIX_PRODUCTS), None)
+    if first is None:
+        return None
+    made = {value.name: value for op in block[:first] for value in op.outputs}
+    last = max((k for k, op in enumerate(block) if k > first and not made.keys().isdisjoint(op.reads)), default=first)
+    product = block[last]
+    if packet(product) in CONVOLUTIONS:
+        is_end = named_arguments(product)["bias"] is None
+    else:
+        strided = [name for name, value in made.items() if len(value.shape) > 1 and value.stride[-1] > 1]
+        is_end = packet(product) in MATRIX_PRODUCTS and set(strided).isdisjoint(product.reads)
+    return 1 + max(k for k, op in enumerate(block) if product.name in (op.name, op.home)) if is_end else None
+
+
+def packet(op: Op) -> str:
+    """The operator of an operation without its overload, such as ``aten.conv2d``."""
+    return op.target.rpartition(".")[0]
 
 
 def numbered_modules(module: str) -> Iterator[str]:

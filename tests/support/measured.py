@@ -11,9 +11,9 @@ from torch import nn
 import autopar
 
 
-def vit(**kwargs: Any) -> nn.Module:
+def vit(depth: int = 3, **kwargs: Any) -> nn.Module:
     return VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10, **kwargs
+        img_size=32, patch_size=8, embed_dim=32, depth=depth, num_heads=4, num_classes=10, **kwargs
     ).to("meta")  # fmt: skip
 
 

@@ -51,7 +51,8 @@ def compiled_stats(graph: Graph, stats: GraphStats, device_type: str = "cpu") ->
 
     A tensor that only fused kernels write and read reaches memory only if it is saved. If its sources take fewer bytes,
     torch saves the sources and recomputes the tensor in the backward. Examples are attention's float32 probabilities,
-    recomputed from bfloat16 scores, and a float32 residual sum, recomputed from its new summand.
+    recomputed from bfloat16 scores, and a float32 residual sum, recomputed from its new summand. A source that another
+    region saves counts as one to save.
 
     Args:
         device_type: on which it runs: groups of convolutions are padded on ``cuda``.
@@ -61,17 +62,20 @@ def compiled_stats(graph: Graph, stats: GraphStats, device_type: str = "cpu") ->
     """
     eager, stats = stats, GraphStats(decomposed_ops(graph, stats, device_type))
     partitioner = PartitionerModel(graph, stats)
-    kept = {partitioner.tensor(name) for op in graph.ops for name in stats.ops[op.name].saved_names(op)}
+    kept = [set[str]() for _ in range(max(partitioner.region, default=0) + 1)]  # by region
+    for op, number in zip(graph.ops, partitioner.region):
+        kept[number] |= {partitioner.tensor(name) for name in stats.ops[op.name].saved_names(op)}
     dropped, extra_bytes = set[str](), Counter[str]()
     also_saved = defaultdict[str, set[int]](set)
     for name in sorted(
-        kept & partitioner.producer_index.keys() - partitioner.written,
+        set[str]().union(*kept) & partitioner.producer_index.keys() - partitioner.written,
         key=lambda name: partitioner.producer_index[name],
     ):
-        sources, rows = partitioner.sources(name, kept, {}), partitioner.row_bytes(name)
+        known = kept[partitioner.region[partitioner.producer_index[name]]]
+        sources, rows = partitioner.sources(name, known, {}), partitioner.row_bytes(name)
         if partitioner.num_bytes(sources) + rows <= partitioner.num_bytes([name]):
             dropped.add(name)
-            kept |= sources.keys()
+            known |= sources.keys()
             extra_bytes[graph.ops[partitioner.producer_index[name]].name] += rows
             for reader, operand in sources.values():
                 also_saved[reader].add(operand)
@@ -146,7 +150,8 @@ class PartitionerModel:
     """Model of inductor's partitioner: tensors written to memory in the forward, and sources of all others.
 
     A tensor has the name of the first value in its memory. ``producer_index`` is the index of the operation that makes
-    it, by name; ``written`` are the tensors that reach memory whether or not they are saved.
+    it, by name. ``region`` is the region of each operation. ``written`` are the tensors that reach memory whether or
+    not they are saved.
     """
 
     def __init__(self, graph: Graph, stats: GraphStats) -> None:
@@ -157,7 +162,7 @@ class PartitionerModel:
         self.written = {name for name, i in self.producer_index.items() if not is_fusible(graph.ops[i])}
         self.written |= {self.tensor(name) for name in refs(graph.outputs)}
         starts = region_starts(graph.ops)
-        region = [bisect_right(starts, i) for i in range(len(graph.ops))]
+        region = self.region = [bisect_right(starts, i) for i in range(len(graph.ops))]
         for i, op in enumerate(graph.ops):
             alone = stats.ops[op.name].moves_data and not is_fusible(op) and op.target not in REDUCTIONS
             read = {self.tensor(name) for name in op.reads} & self.producer_index.keys()

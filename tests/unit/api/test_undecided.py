@@ -226,12 +226,13 @@ def test_times_of_some_regions_are_merged_into_prices(runs: Runs) -> None:
     assert found.hardware.cost == "mixed" and found.solver.other_meshes is None
     errors = {part.name: part for part in found.prediction.parts}
     before = {part.name: part for part in analytic.prediction.parts}
-    assert errors[TIMED].basis == "measured" and 0.1 < errors[TIMED].error < 0.14
-    assert "attention float32" in before.keys() - errors.keys()  # all of it is in the region that was timed
+    assert errors[TIMED].basis == "measured" and 0.08 < errors[TIMED].error < 0.14 * 2 / 3 + 0.01
+    # Two of three blocks are in the region that was timed; the last one's is compiled with the head.
+    assert errors["attention float32"].error == pytest.approx(before["attention float32"].error / 3, rel=0.2)
     assert errors["matmul float32"].error < before["matmul float32"].error / 2
     assert found.prediction.error < analytic.prediction.error
     text = " ".join(str(found).split())
-    assert "some operations timed" in text and "timed operations ±1" in text
+    assert "some operations timed" in text and "timed operations ±9" in text
     assert "measured 1 of 12 regions in 15 s of a 15 s budget; the choice stayed pp 1 × tp 1 × dp 2, m 1 " in text
     again, later = automatic(1000.0, dp=2)
     assert later.num_earlier >= 1 and later.num_timed == later.num_regions and again.hardware.cost == "measured"

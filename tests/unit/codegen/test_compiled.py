@@ -50,12 +50,11 @@ def traced(model: nn.Module, x: torch.Tensor) -> Graph:
     return trace(model, (x,))
 
 
-def test_regions_are_the_blocks_of_a_transformer() -> None:
+def test_regions_of_a_transformer_begin_after_the_first_product_of_a_block() -> None:
     graph = traced(tiny_vit(3), torch.randn(2, 3, 32, 32))
     firsts = [graph.ops[start].name for start in region_starts(graph.ops)]
     assert firsts == [
-        graph.ops[0].name, "blocks.0.norm1.layer_norm", "blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm",
-        "norm.layer_norm",
+        graph.ops[0].name, "blocks.0.attn.reshape", "blocks.1.attn.reshape", "blocks.2.attn.reshape"
     ]  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def test_equal_blocks_are_compiled_once(quick_compiler: list[Any]) -> None:
         (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
         module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
         assert torch.allclose(module(x)[0], model(x), atol=1e-5)
-        assert len(quick_compiler) == 3  # what is before the blocks, a block, what is behind
+        assert len(quick_compiler) == 3  # up to the first block's product, from there to the next, the rest
 
 
 def test_new_regions_are_compiled_ahead_once(quick_compiler: list[Any]) -> None:
@@ -157,17 +156,16 @@ class Dropped(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "count"),
+    ("kind", "precision"),
     [
-        ("div", "fp32", 2), ("div", "bf16", 2), ("mul", "bf16", 2), ("rand", "fp32", 2), ("floor", "fp32", 2),
-        ("floor", "bf16-params", 4),
+        ("div", "fp32"), ("div", "bf16"), ("mul", "bf16"), ("rand", "fp32"), ("floor", "fp32"),
+        ("floor", "bf16-params"),
     ],
 )  # fmt: skip
 def test_blocks_that_drop_at_other_rates_are_compiled_once(
-    kind: str, precision: Any, count: int, quick_compiler: list[Any]
+    kind: str, precision: Any, quick_compiler: list[Any]
 ) -> None:
-    """Two regions are the first of three blocks, whose input needs no gradient, and the others. With ``bf16-params``
-    the input's cast and what is dropped are regions too."""
+    """Of three blocks, the regions from one's first product to the next one's are equal; two others are at the ends."""
     model, x, y = StochasticDepth(kind), torch.randn(64, 8), torch.randint(0, 8, (64,))
     runs: list[list[float]] = []
     for compiles in (False, True):
@@ -177,7 +175,7 @@ def test_blocks_that_drop_at_other_rates_are_compiled_once(
             runs.append([pm.train_step(x, y).loss for _ in range(3)])
     assert runs[0] == pytest.approx(runs[1], abs=1e-6 if precision == "fp32" else 1e-3)
     assert len(set(runs[0])) == 3
-    assert len(quick_compiler) == count
+    assert len(quick_compiler) == 3
 
 
 class Mixes(nn.Module):
@@ -196,7 +194,7 @@ class Convolves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Sequential(*[nn.Linear(4, 4), nn.GELU()] * 4)
+        self.mix = nn.Sequential(*[nn.Conv2d(3, 3, 1), nn.GELU()] * 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mix(x.contiguous()).contiguous(memory_format=torch.channels_last) + x

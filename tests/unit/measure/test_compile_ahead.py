@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.codegen.compile import Argument, CompiledRegion, RegionCode, RegionSource
 from autopar.errors import CompileAheadWarning, UsageError
-from autopar.measure.compile_ahead import WORKERS, compile_ahead, num_workers
+from autopar.measure import compile_ahead as ahead
+from autopar.measure.compile_ahead import WORKERS, compile_ahead, prepare_compilers
+from autopar.measure.workers import WorkersExit
 
 CPU = torch.device("cpu")
 SCRIPT = """
@@ -85,13 +87,46 @@ def test_a_rank_finds_what_workers_compiled(recompute: str, tmp_path: Path) -> N
     assert ahead_loss == loss
 
 
-def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requested", "device", "cores", "regions", "lines", "workers"),
+    [
+        (None, "cuda", 16, 13, 50, 13), (None, "cuda", 4, 10, 50, 4), (None, "cuda", 16, 3, 200, 3),
+        (None, "cuda", 16, 13, 25, 0), (None, "cuda", 16, 2, 300, 0), (None, "cuda", 3, 13, 50, 0),
+        (None, "cpu", 16, 13, 50, 0), ("0", "cuda", 16, 13, 50, 0), ("1", "cuda", 16, 13, 50, 0),
+        ("8", "cuda", 2, 13, 50, 8), ("8", "cuda", 16, 3, 1, 3), ("8", "cpu", 16, 3, 1, 3), ("8", "cuda", 16, 2, 50, 0),
+    ],
+)  # fmt: skip
+def test_numbers_of_workers(
+    requested: str | None, device: str, cores: int, regions: int, lines: int, workers: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where the number is requested, the server starts before planning, else with the workers."""
+    servers, started = list[str](), list[int]()
+
+    def run_workers(entry: str, work: ahead.Work, number: int, *_: object, **__: object) -> WorkersExit:
+        started.append(number)
+        return WorkersExit((), (), False)
+
     monkeypatch.delenv(WORKERS, raising=False)
-    assert num_workers() == 0
-    compile_ahead([])
+    if requested is not None:
+        monkeypatch.setenv(WORKERS, requested)
+    monkeypatch.setattr(ahead, "run_workers", run_workers)
+    monkeypatch.setattr(ahead, "start_server", lambda: servers.append("started"))
+    monkeypatch.setattr(ahead, "cores", lambda: cores)
+    monkeypatch.setattr(ahead, "done_file", lambda region, state: tmp_path / region.code.strip())
+    prepare_compilers()
+    assert bool(servers) == (requested is not None and int(requested) > 1)
+    source = replace(code_of(nn.Parameter(torch.empty(3, 4))).source, device=torch.device(device))
+    servers.clear()
+    compile_ahead([replace(source, code=str(k) + "\n" * lines) for k in range(regions)])
+    assert started == ([workers] if workers else []) and len(servers) == len(started)
+
+
+def test_a_number_of_workers_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKERS, "many")
-    with pytest.raises(UsageError, match="AUTOPAR_COMPILE_WORKERS='many' must be a number of processes"):
-        num_workers()
+    for call in (prepare_compilers, lambda: compile_ahead([])):
+        with pytest.raises(UsageError, match="AUTOPAR_COMPILE_WORKERS='many' must be a number of processes"):
+            call()
 
 
 def test_regions_are_left_to_a_rank_whose_workers_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

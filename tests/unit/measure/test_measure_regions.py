@@ -75,14 +75,13 @@ def test_pieces_cover_a_graph_and_equal_blocks_are_equal() -> None:
     graph = traced()
     pieces = list(timed_regions(graph))
     assert [name for piece in pieces for name in piece.ops] == [op.name for op in graph.ops]
-    assert len(pieces) == 5 and len({piece.text for piece in pieces}) == 3  # before, blocks, behind
-    assert pieces[1].text == pieces[2].text == pieces[3].text and "blocks" not in pieces[1].text
+    assert len(pieces) == 4 and len({piece.text for piece in pieces}) == 3  # before, between products of blocks, behind
+    assert pieces[1].text == pieces[2].text and "blocks" not in pieces[1].text
 
 
 def test_probabilities_and_names_of_random_operations_do_not_make_blocks_differ() -> None:
-    pieces = list(timed_regions(traced(model=vit(drop_path_rate=0.3))))
-    blocks = [piece.text for piece in pieces if any("blocks" in name for name in piece.ops)]
-    assert len(blocks) == 3 and len(set(blocks[1:])) == 1 and blocks[0] != blocks[1]  # the first drops nothing
+    _, first, *others, _ = (p.text for p in timed_regions(traced(model=vit(depth=4, drop_path_rate=0.3))))
+    assert len(others) == 2 and len(set(others)) == 1 and first != others[0]  # the first block drops nothing
 
 
 def test_another_batch_or_width_is_another_piece() -> None:
@@ -170,8 +169,8 @@ def test_factors_make_prices_what_was_measured() -> None:
     costs.use_measurements(MeasuredConfig(1, 4), measured)
     after = costs.unsharded_costs(4)
     assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
-    assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 5)
-    assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 5)
+    assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 4)
+    assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 4)
     assert measured_factors(Pricing(graph, facts, CPU, 4), measured).keys() == {op.name for op in graph.ops}
 
 
@@ -365,7 +364,7 @@ def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     sizes = {cost: found[cost].microbatch_size for cost in found}
     assert sizes["measured"] < sizes["analytic"]
     seconds = found["measured"].stages[0].forward_seconds
-    assert seconds == pytest.approx(5e-3 * sizes["measured"] ** 2)
+    assert seconds == pytest.approx(4e-3 * sizes["measured"] ** 2)
 
 
 def test_a_damaged_cache_is_measured_again(timed: list[str], folder: Path) -> None:

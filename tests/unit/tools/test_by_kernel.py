@@ -144,9 +144,9 @@ def test_kernels_between_products_have_the_compilers_names(bench: Bench) -> None
     pricing, kernels = plan_pricing(bench, "h200-nvlink")
     rows = priced_kernels(pricing, kernels)
     assert [row.seconds for row in rows] == sorted((row.seconds for row in rows), reverse=True)
-    (sums,) = (row for row in rows if row.name == "fused_add_layer_norm_to" and row.direction == "forward")
-    size = 8 * 17 * 64
-    assert (sums.count, sums.num_bytes) == (TINY.kwargs["depth"], TINY.kwargs["depth"] * size * (4 + 2 + 2))
+    sums, head = (row for row in rows if row.name == "fused_add_layer_norm_to" and row.direction == "forward")
+    count, size = 2 * TINY.kwargs["depth"] - 1, 8 * 17 * 64  # the second norms, and the first norms of later blocks
+    assert (sums.count, sums.num_bytes, head.count) == (count, count * size * (4 + 2 + 4 + 2), 1)
     memory = [cost for cost in op_costs(pricing).values() if cost.flops == 0]
     between = sum(cost.forward_seconds + cost.backward_seconds for cost in memory)
     assert 0 < sum(row.seconds for row in rows) < between
