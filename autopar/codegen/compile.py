@@ -135,14 +135,19 @@ class RegionCode:
         modes = (
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
-            *((tensor.stride(), tensor.requires_grad) for tensor in given),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            *layouts(given),
         )
         call = self.compiled.get(modes)
         if call is None:
             with COMPILING:
                 if modes not in self.compiled:
                     first = self.first()
-                    arguments = arguments_of(weights if first is None else first.weights, args)
+                    own = weights
+                    if first is not None and layouts(first.weights) == layouts(weights):
+                        own = first.weights  # those of `stored_source`
+                    arguments = arguments_of(own, args)
                     self.compiled[modes] = replace(self.source, arguments=arguments).compile()
                     self.is_new = False
             call = self.compiled[modes]
@@ -155,6 +160,11 @@ class RegionCode:
             return None
         read = self.source.arguments[len(region.weights) :]
         return replace(self.source, arguments=(*arguments_of(region.weights, ()), *read))
+
+
+def layouts(tensors: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    """Strides of tensors, and whether they require gradients."""
+    return tuple([(tensor.stride(), tensor.requires_grad) for tensor in tensors])
 
 
 def arguments_of(weights: Iterable[Tensor], read: Iterable[Tensor]) -> tuple[Argument, ...]:
@@ -217,8 +227,8 @@ def compiled_region(
 ) -> CompiledRegion:
     """A region that is compiled at its first call, unless an equal region has been compiled.
 
-    Equal regions have equal operations and constants, and equal shapes, dtypes and strides of all values and weights
-    that enter. What differs in their random masks enters as tensors.
+    Equal regions have equal operations and constants, equal shapes, dtypes and strides of all values and weights that
+    enter, and the same device. What differs in their random masks enters as tensors.
 
     Args:
         values: the values that operations read, by name; weights are not among them.
@@ -242,7 +252,7 @@ def compiled_region(
     read = (values[name] for name in region.reads)
     taken += [Argument(v.shape, getattr(torch, v.dtype), v.stride, v.requires_grad) for v in read]
     text = f"{module.code}\n{recompute}\n{keep_order}"
-    key = f"{text}\n{taken}"
+    key = f"{text}\n{taken}\n{device}"
     code = COMPILED_REGIONS.pop(key, None)
     if code is None:
         if recompute:

@@ -37,7 +37,9 @@ def decode_beside_steps() -> None:
 
 
 def warn_of_few_queues(device: torch.device) -> None:
-    if device.type == "cuda" and int(os.environ.get(QUEUES, "8")) < ENOUGH_QUEUES:
+    text = os.environ.get(QUEUES, "")
+    queues = int(text) if text.isdecimal() else 8
+    if device.type == "cuda" and queues < ENOUGH_QUEUES:
         advice = f"Set {QUEUES}={ENOUGH_QUEUES} in the environment before CUDA starts."
         warn(f"Decoding on {device} waits for training steps. {advice}", DecodingWarning, stacklevel=caller_level())
 

@@ -253,6 +253,49 @@ def test_code_is_compiled_again_for_other_layouts_and_modes(quick_compiler: list
     assert len(quick_compiler) == 4
 
 
+def test_code_is_compiled_again_for_other_settings(quick_compiler: list[Any]) -> None:
+    """Constants are of the default dtype, and kernels for CPUs have sums for as many threads as they are made for."""
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.cumsum(torch.linspace(0.1, 0.7, 16), 0)
+
+    model, x, threads = Adds(), torch.randn(2, 16, dtype=torch.float64), torch.get_num_threads()
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    module = graph_module(program, {}, torch.device("cpu"), compiled=True)
+    try:
+        for number, (dtype, more) in enumerate([(torch.float32, 0), (torch.float64, 0), (torch.float32, 1)], 1):
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads + more)
+            assert all(torch.equal(module(x)[0], model(x)) for _ in range(2))
+            assert len(quick_compiler) == number
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+
+
+def test_devices_share_no_code(quick_compiler: list[Any]) -> None:
+    model, x = tiny_vit(2), torch.randn(2, 3, 32, 32)
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    for number, device in enumerate(("cpu", "meta"), 1):
+        module = graph_module(program, weight_tensors(model.to(device), graph), torch.device(device), compiled=True)
+        assert module(x.to(device))[0].device.type == device
+        assert len(quick_compiler) == 3 * number
+
+
+def test_equal_blocks_may_differ_in_what_is_frozen_later(quick_compiler: list[Any]) -> None:
+    model, x = tiny_vit(3), torch.randn(2, 3, 32, 32)
+    graph = traced(model, x)
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
+    model.get_submodule("blocks.0").requires_grad_(False)
+    module(x)[0].sum().backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad == (p.grad is None)] == []
+    assert len(quick_compiler) == 4
+
+
 def test_a_forward_compiles_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the stages of a pipeline would compile their backwards one after the other."""
     backwards: list[Any] = []

@@ -399,17 +399,19 @@ def test_images_in_memory_have_nothing_to_decode() -> None:
 
 
 def test_few_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(QUEUES, raising=False)
+    monkeypatch.setenv(QUEUES, "")  # notes what to restore
+    monkeypatch.delenv(QUEUES)
     with pytest.warns(DecodingWarning, match=rf"^Decoding on cuda:1 waits for training steps\. Set {QUEUES}=32 in"):
         warn_of_few_queues(torch.device("cuda", 1))
     decode_beside_steps()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_few_queues(torch.device("cuda", 1))
-    monkeypatch.setenv(QUEUES, "8")
-    decode_beside_steps()
-    with pytest.warns(DecodingWarning):  # the user's choice stays
-        warn_of_few_queues(torch.device("cuda", 1))
+    for own in ("8", ""):  # the user's choice stays
+        monkeypatch.setenv(QUEUES, own)
+        decode_beside_steps()
+        with pytest.warns(DecodingWarning):
+            warn_of_few_queues(torch.device("cuda", 1))
 
 
 def test_a_decoder_that_is_not_there(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
