@@ -14,9 +14,9 @@ from autopar.runtime.spec import rank_text
 def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
     """Out-of-memory error among an error and its causes; None if there is none.
 
-    The context of an error counts only if the error is torch.compile's. A compiled region that runs out of memory may
-    raise that it cannot trace the generator through which the out-of-memory error passes. Other code that raises while
-    it handles an out-of-memory error has failed for another reason.
+    The context of an error counts only if the error is of torch's compiler, which raises its own while it handles one:
+    inductor where a region is compiled, torch.compile in a loss function. Other code that raises while it handles an
+    out-of-memory error has failed for another reason.
     """
     seen = set[int]()
     candidate: BaseException | None = error
@@ -24,7 +24,7 @@ def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
         if isinstance(candidate, torch.OutOfMemoryError):
             return candidate
         seen.add(id(candidate))
-        of_compiler = type(candidate).__module__.startswith("torch._dynamo.")
+        of_compiler = type(candidate).__module__.startswith(("torch._dynamo.", "torch._inductor."))
         candidate = candidate.__cause__ or (candidate.__context__ if of_compiler else None)
     return None
 

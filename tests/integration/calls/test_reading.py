@@ -23,6 +23,7 @@ from support.forks import run_on_two
 from support.handmade import plan_by_hand
 from support.training import digits, small
 from torch._dynamo.exc import Unsupported
+from torch._inductor.exc import InductorError
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageError, WorkerError
@@ -171,6 +172,14 @@ def hides_that_it_is_full(output: torch.Tensor, target: torch.Tensor) -> torch.T
         raise Unsupported("Attempt to trace generator") from None
 
 
+def is_full_while_compiling(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As inductor does where memory runs out while it compiles."""
+    try:
+        return full(output, target)
+    except torch.OutOfMemoryError as error:
+        raise InductorError(error, None) from None
+
+
 def gives_up(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss that has its own answer to a lack of memory."""
     try:
@@ -187,7 +196,7 @@ OUT_OF_MEMORY = (
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("loss_fn", [full, hides_that_it_is_full])
+@pytest.mark.parametrize("loss_fn", [full, hides_that_it_is_full, is_full_while_compiling])
 def test_out_of_memory_names_rank_stage_and_peaks(late: bool, loss_fn: Any) -> None:
     pm = start(loss_fn, late)
     expected = OUT_OF_MEMORY.format(action="1F0", region=r"2\.linear to 5\.dropout")
