@@ -157,8 +157,8 @@ def test_groups_of_24_cost_what_groups_of_32_do() -> None:
     costs, libraries = [], []
     for channels in (240, 320):
         with torch.device("meta"):
-            model, x = Grouped(channels, 10), torch.empty(128, channels, 28, 28)
-            model, x = (each.to(memory_format=torch.channels_last) for each in (model, x))
+            model, x = Grouped(channels, 10), torch.empty(128, channels, 28, 28).to(memory_format=torch.channels_last)
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         traced = lower_model(model, example_call(model, x, None, None), "train", "net", "bf16")
         stats = compiled_stats(traced, graph_stats(traced, "cuda"), "cuda")
         for into, used in ((costs, stats), (libraries, replace(stats, traffic={}))):
