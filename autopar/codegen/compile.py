@@ -4,7 +4,7 @@ A program is divided after the first product of each numbered module (`autopar.o
 So regions of equal blocks are one function of weights and values, which is compiled once.
 
 Regions go to inductor, torch.compile's backend, as the graphs that they are. Its frontend would trace their Python code
-into the same graphs again, in more than half of the time in which a region is loaded from torch's caches.
+into the same graphs again, which takes longer than to load a region from torch's caches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.l
 # them. A function that is dropped here stays with the modules that call it.
 COMPILED_REGIONS: dict[str, RegionCode] = {}
 MAX_COMPILED_REGIONS = 256
-COMPILING = threading.RLock()  # the compiler works for one thread at a time
+COMPILING = threading.Lock()  # the compiler works for one thread at a time
 
 
 class Argument(NamedTuple):
@@ -122,7 +122,7 @@ class RegionCode:
 
     Args:
         first: a weak reference to the first of the regions.
-        compiled: functions by what they are compiled for, beyond shapes and dtypes (`modes`).
+        compiled: functions by torch's modes, and by strides and ``requires_grad`` of what they were compiled for.
     """
 
     source: RegionSource

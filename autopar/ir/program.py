@@ -6,7 +6,7 @@ outputs therefore need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,11 @@ class Program:
     def values(self) -> tuple[Value, ...]:
         """Everything except weights that the operations can read."""
         return (*self.inputs, *(e.value for e in self.receives), *(v for op in self.ops for v in op.outputs))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of values and weights by name."""
+        return {v.name: v.shape for v in (*self.values, *self.weights)}
 
     @property
     def results(self) -> tuple[str, ...]:

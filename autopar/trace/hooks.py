@@ -1,4 +1,4 @@
-"""What torch.export leaves out: hooks on gradients, ``no_grad`` inside autocast regions, what is set by ``.data``."""
+"""What torch.export leaves out: hooks on gradients, ``no_grad`` inside autocast regions, assignments to ``.data``."""
 
 from __future__ import annotations
 

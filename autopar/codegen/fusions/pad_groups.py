@@ -15,7 +15,7 @@ ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups
 
 def pad_groups(program: Program) -> Program:
     """The program with padded groups wherever cuDNN lacks kernels for a convolution's own."""
-    shapes = {v.name: v.shape for v in program.values} | {w.name: w.shape for w in program.weights}
+    shapes = program.shapes
     return replace(program, ops=tuple(as_padded(op, shapes) for op in program.ops))
 
 

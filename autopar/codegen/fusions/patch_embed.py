@@ -22,7 +22,7 @@ CHANNEL_ALIGNMENT = 8  # channels
 
 def use_patch_embed(program: Program) -> Program:
     """The program with a GEMM for each convolution of patches with few channels, and of single-position inputs."""
-    shapes = {v.name: v.shape for v in program.values} | {w.name: w.shape for w in program.weights}
+    shapes = program.shapes
     return replace(program, ops=tuple(as_product(op, shapes) for op in program.ops))
 
 

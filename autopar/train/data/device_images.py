@@ -25,10 +25,9 @@ from autopar.train.timm_optional import needed
 
 DECODED_BYTES = 1 << 28  # pixels that are decoded at once, except of one larger image
 
-# Environment variable that CUDA reads when it starts: hardware queues of a process, by default 8. With these, nvJPEG's
-# work stood in a queue with training steps and waited for whole ones: ViT-B took 85 to 90 ms an update instead of 76
-# (256 images, H100 and H200, torch 2.11).
-QUEUES, ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+# Environment variable that CUDA reads when it starts: hardware queues of a process. With the default, decoding waited
+# for whole training steps: ViT-B took 93 ms an update, with 32 queues 76 (256 images, H100, torch 2.11).
+QUEUES, DEFAULT_QUEUES, ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
 
 
 def decode_beside_steps() -> None:
@@ -38,7 +37,7 @@ def decode_beside_steps() -> None:
 
 def warn_of_few_queues(device: torch.device) -> None:
     text = os.environ.get(QUEUES, "")
-    queues = int(text) if text.isdecimal() else 8
+    queues = int(text) if text.isdecimal() else DEFAULT_QUEUES
     if device.type == "cuda" and queues < ENOUGH_QUEUES:
         advice = f"Set {QUEUES}={ENOUGH_QUEUES} in the environment before CUDA starts."
         warn(f"Decoding on {device} waits for training steps. {advice}", DecodingWarning, stacklevel=caller_level())

@@ -165,7 +165,7 @@ class Dropped(nn.Module):
 def test_blocks_that_drop_at_other_rates_are_compiled_once(
     kind: str, precision: Any, quick_compiler: list[Any]
 ) -> None:
-    """Of three blocks, the regions from one's first product to the next one's are equal; two others are at the ends."""
+    """Three equal blocks have two equal regions between their first products, and one at each end."""
     model, x, y = StochasticDepth(kind), torch.randn(64, 8), torch.randint(0, 8, (64,))
     runs: list[list[float]] = []
     for compiles in (False, True):
