@@ -93,6 +93,12 @@ class Options(PlanConstraints):
             captured=on_gpu and self.cuda_graph is not False,
         )
 
+    def computes_channels_last(self, device_type: str) -> bool:
+        """Whether convolutions, where that suits them, compute on images in channels_last on devices of this type."""
+        if self.channels_last is not None:
+            return self.channels_last
+        return device_type == "cuda" and self.execution_mode(device_type).compiled
+
     def norm_limit(self, optimizer: Any) -> float | None:
         """Limit of the global gradient norm: the smaller of ``clip_grad_norm`` and the optimizer callable's limit.
 

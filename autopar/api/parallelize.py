@@ -130,9 +130,10 @@ def parallelize(
         if machine.launched is None and devices > 1:
             prepare(machine.num_threads)  # workers' imports overlap with planning
         elif options.execution_mode(machine.device_type).compiled:
-            prepare_compilers()
+            prepare_compilers(machine.device_type)
         check_device(options.precision if user_plan is None else user_plan.precision, machine)
-        request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
+        channels_last = options.computes_channels_last(machine.device_type)
+        request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema, channels_last)
         clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
         loss_fn = F.cross_entropy if loss_fn is None else loss_fn
         recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value, loss_over)

@@ -29,7 +29,7 @@ from autopar.sharding.rule import factor_of
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
-from autopar.trace.lower import lower_model
+from autopar.trace.lower import lower_planned
 from autopar.trace.python_state import no_python_random
 
 UNMODIFIED = "Train, and evaluate the unmodified model with pm.state_dict()."
@@ -174,7 +174,7 @@ class ProgramCache:
             now = {module: module.training for module in self.modes}
             try:
                 set_modes(self.modes)
-                return lower_model(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
+                return lower_planned(self.plan, self.model, microbatch, mode)
             finally:
                 set_modes(now)
                 self.assigned |= assigned

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import log2, prod
+from math import prod
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -34,10 +34,14 @@ from autopar.ops.gradient_layout import CHANNELS_LAST
 Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 
 # A norm's backward kernel writes partial sums of the weight's gradient, each over some rows; a second kernel adds
-# them. torch.compile's default is 788 partial sums for the 12,608 tokens of 64 images. Adding them takes 20 µs, five
-# times per block of ViT-L. With 394, a step of 117 ms is 2 ms shorter (pp 2, 256 images, H200, torch 2.11).
-TARGET_PARTIAL_SUMS = 400
-SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.list_options() (2.11 to 2.15)
+# them: 392 in 9.8 µs, 784 in 15 to 20, from 1,024 on in 10, as several blocks share them. torch.compile's default is
+# 788 for the 12,608 tokens of 64 images. With 394, a step of ViT-L of 117 ms is 2 ms shorter (pp 2, 256 images).
+# A quarter of 1,568 would be a loss: the norm's own kernel takes 52 µs instead of 26 (50,176 rows of 128) (H200).
+SLOW_SUMS = range(500, 1024)
+SPLIT_SIZE = "triton.mix_order_reduction_split_size"
+# The layouts of a region's values are those of the trace. torch.compile would move convolutions to channels last, and
+# with them what other operations save: attention then refuses its mask (CoAtNet), and regions copy at their borders.
+LAYOUT_CHOICE = "layout_optimization"
 
 # Compiled functions of this process, by code and arguments, least recently used first. Stages, modes and models share
 # them. A function that is dropped here stays with the modules that call it.
@@ -257,7 +261,7 @@ def compiled_region(
     if code is None:
         if recompute:
             build = partial(checkpointed_module, build, region.is_random)
-        options = norm_options(region.ops) if device.type == "cuda" else {}
+        options = cuda_options(region.ops, device) if device.type == "cuda" else {}
         if keep_order:
             from autopar.codegen.collective_order import CUSTOM_PASS, CollectivesInOrder  # imports the whole compiler
 
@@ -323,12 +327,28 @@ def gradient_of(result: Value) -> Value:
     return replace(result, stride=torch.empty(result.shape, device="meta").stride())
 
 
-def norm_options(ops: Iterable[Op]) -> dict[str, Any]:
-    """Options for torch.compile that fit the norms of a region; none without norms, or if torch lacks the option."""
+def cuda_options(ops: Iterable[Op], device: torch.device) -> dict[str, Any]:
+    """Options for torch.compile for a region on a CUDA device, as far as torch has them (2.11 to 2.15 do)."""
     from torch._inductor import list_options
 
-    shapes = [op.outputs[0].shape for op in ops if op.target in ("aten.layer_norm.default", "aten.rms_norm.default")]
-    rows = max((prod(shape[:-1]) for shape in shapes), default=0)
-    if rows == 0 or SPLIT_SIZE not in list_options():
-        return {}
-    return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / TARGET_PARTIAL_SUMS)), 4), 7)}
+    options: dict[str, Any] = {LAYOUT_CHOICE: False}
+    if rows := norm_rows(ops):
+        options |= norm_options(rows, torch.cuda.get_device_properties(device).multi_processor_count)
+    return {name: value for name, value in options.items() if name in list_options()}
+
+
+def norm_rows(ops: Iterable[Op]) -> int:
+    """Rows of a region's largest norm over rows; 0 without one."""
+    norms = [op.outputs[0] for op in ops if op.target in ("aten.layer_norm.default", "aten.rms_norm.default")]
+    largest = max(norms, key=lambda value: prod(value.shape), default=None)
+    return 0 if largest is None else prod(largest.shape[:-1])
+
+
+def norm_options(rows: int, processors: int) -> dict[str, Any]:
+    """The option that halves the partial sums of a norm; none if torch.compile's own number is good.
+
+    Args:
+        processors: multiprocessors of the device.
+    """
+    split = min(max(1 << (rows // (8 * processors)).bit_length() >> 1, 16), 128)  # rows of a sum, as torch.compile's
+    return {SPLIT_SIZE: 2 * split} if rows // split in SLOW_SUMS else {}

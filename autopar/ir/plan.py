@@ -54,6 +54,7 @@ class Plan:
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
         reduce_dtype: dtype in which gradients travel between replicas.
+        channels_last: whether the model's images are copied to channels_last for its convolutions.
         seconds_without_limit: the step without the memory limit; None where that is hardly shorter, in plans made by
             hand and in older files.
 
@@ -77,6 +78,7 @@ class Plan:
     strategies: Mapping[str, str] = field(default_factory=dict)
     zero: ZeroStage = 0
     reduce_dtype: ReduceDtype = "float32"
+    channels_last: bool = False
     blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""

@@ -45,6 +45,8 @@ class PlanConstraints:
         precision: the model's own by default. bf16 and fp16 compute as `torch.autocast` does. bf16-params computes all
             but batch norm with bfloat16 copies of the parameters, on bfloat16 inputs, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` does. Weights are float32 in all three.
+        channels_last: whether convolutions compute on images in channels_last, whose copies plans contain. By default,
+            compiled programs on GPUs do so where torch.compile would. Inputs, results and weights keep their format.
         recompute: activation checkpointing. "auto" uses it only where a plan would not fit, or would be slower,
             without it. Results are the same, so this is the default.
         hardware: name or file of the cost model.
@@ -75,6 +77,7 @@ class PlanConstraints:
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
     precision: Precision | None = None
+    channels_last: bool | None = None
     recompute: Recompute = "auto"
     hardware: str | None = None
     cost: CostSource = "auto"
@@ -105,6 +108,7 @@ class PlanConstraints:
                 f"precision={self.precision!r} is unknown. It is fp32, bf16, fp16 or bf16-params for a model with "
                 "float32 parameters; leave it out to compute in the model's own precision."
             )
+        check_switch("channels_last", self.channels_last)
         check_positive("memory", self.memory)
         check_positive("solver_seconds", self.solver_seconds)
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:

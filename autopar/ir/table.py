@@ -77,11 +77,16 @@ def header(plan: PlanView) -> Table:
             ),
             (
                 "mesh",
-                f"{mesh}{replica_text(plan)}, schedule {schedule_text(plan)}, {plan.precision}, "
+                f"{mesh}{replica_text(plan)}, schedule {schedule_text(plan)}, {precision_text(plan)}, "
                 f"bubble {percent(plan.prediction.bubble_fraction)}",
             ),
         ]
     )
+
+
+def precision_text(plan: PlanView) -> str:
+    """``bf16``, or ``bf16, channels_last``."""
+    return plan.precision + (", channels_last" if plan.channels_last else "")
 
 
 def schedule_text(plan: PlanView) -> str:

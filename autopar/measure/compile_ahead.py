@@ -1,9 +1,8 @@
 """Compilation of a rank's regions by several processes, before the rank needs them.
 
 torch.compile works on one region at a time and on one core for most of it. Workers compile the regions into torch's
-caches on disk; the rank then finds them there. The workers are forks of a server that has imported the compiler; where
-the environment asks for workers, it does so while this process plans. A region is compiled once for a device, also if
-several processes ask for it.
+caches on disk; the rank then finds them there. The workers are forks of a server that imports the compiler while this
+process plans. A region is compiled once for a device, also if several processes ask for it.
 """
 
 from __future__ import annotations
@@ -88,16 +87,13 @@ class State:
             yield
 
 
-def prepare_compilers() -> None:
-    """Start the server if the environment asks for workers; its imports overlap with this process's work.
-
-    By default it is not known before planning whether there will be enough new regions, and a server that nobody needs
-    would keep its memory.
+def prepare_compilers(device_type: str) -> None:
+    """Start the server if ranks on such devices may use workers; its imports overlap with this process's work.
 
     Raises:
         UsageError: AUTOPAR_COMPILE_WORKERS is no number of processes.
     """
-    if (requested_workers() or 0) > 1:
+    if most_workers(device_type) > 1:
         start_server()
 
 
@@ -121,32 +117,41 @@ def compile_ahead(regions: Sequence[RegionSource]) -> None:
         UsageError: AUTOPAR_COMPILE_WORKERS is no number of processes.
     """
     global server
-    requested = requested_workers()
-    most, min_lines = (default_workers(regions), DEFAULT_MIN_LINES) if requested is None else (requested, 0)
-    if most < 2:
-        return
-    state = State.current()
+    try:
+        types = {region.device.type for region in regions}
+        most = min((most_workers(device_type) for device_type in types), default=0)
+        if most > 1 and (new := new_regions(regions, State.current())):
+            start_workers(new, min(most, len(new)))
+    finally:
+        server = None  # ends it
+
+
+def new_regions(regions: Sequence[RegionSource], state: State) -> list[tuple[Path, RegionSource]]:
+    """Regions that torch's caches lack, longest code first; none where workers would not pay."""
     files = ((done_file(region, state), region) for region in regions)
     new = sorted(((file, region) for file, region in files if not file.exists()), key=lambda r: -len(r[1].code))
-    if len(new) >= MIN_REGIONS and sum(region.code.count("\n") for _, region in new) >= min_lines:
-        workers = min(most, len(new))
-        start_server()
-        importing = threading.Thread(target=importlib.import_module, args=(COMPILER,))  # this process needs it too
-        importing.start()
-        work, limits = Work(new, max(1, cores() // workers), state, uuid4().hex), WorkerLimits(LIMIT_SECONDS)
-        failure = f"none was ready within {LIMIT_SECONDS:.0f} s"
-        try:
-            ended = run_workers(ENTRY, work, workers, None, limits, lambda *_: True, name="compile", server=server)
-            if not ended.timed_out:
-                failure = "" if ended.failed_rank is None else ended.last_lines[ended.failed_rank]
-        except WorkerError as error:
-            failure = str(error)
-        finally:
-            server = None  # ends it
-        if failure:
-            message = f"Processes that compile ahead failed, and this one compiles in their place: {failure}"
-            warn(message, CompileAheadWarning, stacklevel=caller_level())
-        importing.join()
+    min_lines = DEFAULT_MIN_LINES if requested_workers() is None else 0
+    long = sum(region.code.count("\n") for _, region in new) >= min_lines
+    return new if len(new) >= MIN_REGIONS and long else []
+
+
+def start_workers(new: Sequence[tuple[Path, RegionSource]], workers: int) -> None:
+    """Let workers compile regions, and wait for them."""
+    start_server()
+    importing = threading.Thread(target=importlib.import_module, args=(COMPILER,))  # this process needs it too
+    importing.start()
+    work = Work(new, max(1, cores() // workers), State.current(), uuid4().hex)
+    limits, failure = WorkerLimits(LIMIT_SECONDS), f"none was ready within {LIMIT_SECONDS:.0f} s"
+    try:
+        ended = run_workers(ENTRY, work, workers, None, limits, lambda *_: True, name="compile", server=server)
+        if not ended.timed_out:
+            failure = "" if ended.failed_rank is None else ended.last_lines[ended.failed_rank]
+    except WorkerError as error:
+        failure = str(error)
+    if failure:
+        message = f"Processes that compile ahead failed, and this one compiles in their place: {failure}"
+        warn(message, CompileAheadWarning, stacklevel=caller_level())
+    importing.join()
 
 
 def requested_workers() -> int | None:
@@ -161,10 +166,16 @@ def requested_workers() -> int | None:
     return None if text is None else int(text)
 
 
-def default_workers(regions: Sequence[RegionSource]) -> int:
-    """Processes that a rank compiles these regions with if the environment says nothing: none on CPU."""
-    on_gpu = bool(regions) and all(region.device.type == "cuda" for region in regions)
-    return cores() if on_gpu and cores() >= DEFAULT_MIN_CORES else 0
+def most_workers(device_type: str) -> int:
+    """Most workers of a rank on a device: those that the environment asks for, else its cores, and none on CPU.
+
+    Raises:
+        UsageError: AUTOPAR_COMPILE_WORKERS is no number of processes.
+    """
+    requested = requested_workers()
+    if requested is None:
+        return cores() if device_type == "cuda" and cores() >= DEFAULT_MIN_CORES else 0
+    return requested
 
 
 def cores() -> int:

@@ -5,7 +5,8 @@ On the meta device a convolution's output has the contiguous memory format. On r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch 2.
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from autopar.ir.graph import Value
 from autopar.ir.pytree import tree_map
 from autopar.trace.copy_model import copy_model
 
@@ -34,6 +36,16 @@ def as_on_cpu(
     with MetaDeepcopy(fake):
         copy = copy_model(model, own | parameters)
     return copy, *tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+
+@contextmanager
+def fake_tensors(values: Sequence[Value]) -> Iterator[list[Tensor]]:
+    """Fake CPU tensors like some values, and within ``with`` those that operations make of them."""
+    with FakeTensorMode():
+        yield [
+            torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="cpu")
+            for value in values
+        ]
 
 
 def without_claim(tensor: Tensor) -> Tensor:

@@ -12,20 +12,23 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Mode
+from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Precision
 from autopar.ir.pytree import unflatten
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
 from autopar.trace.passes import bf16_params
 from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
-from autopar.trace.passes.layouts import contiguous_borders
+from autopar.trace.passes.layouts import channels_last_images, contiguous_borders
 from autopar.trace.passes.precision import apply_precision, low_param_dtype
 from autopar.trace.passes.random_ops import use_counter_rng
 from autopar.trace.shared_memory import check_shared_memory
 from autopar.trace.trace import trace
 
 
-def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: Precision | None = None) -> Graph:
+def lower_model(
+    model: nn.Module, call: Call, mode: Mode, name: str, precision: Precision | None = None, channels_last: bool = False
+) -> Graph:
     """The graph of a model called with a microbatch in one mode: its trace, after every rewrite in this order.
 
     1. `trace`: torch.export and the conversion into an `ir.graph.Graph`. It makes in-place operations out of place,
@@ -34,11 +37,13 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
     3. `apply_precision` (``bf16``, ``fp16``): casts, where `torch.autocast` would insert them.
     4. `use_counter_rng`: random operations become functions of counters. After casts, since a random mask has the
        dtype of the tensor that it is drawn for, which casts change.
-    5. `contiguous_borders`: values that compiled regions hand on are copied once where their layout is transposed.
+    5. `channels_last_images`, if that is asked for: images are copied to channels last for convolutions.
+    6. `contiguous_borders`: values that compiled regions hand on are copied once where their layout is transposed.
 
     Args:
         call: the call at the microbatch size.
         precision: precision to compute in; by default the model's.
+        channels_last: whether convolutions that suit it compute in channels last.
 
     Raises:
         TraceError: the model cannot be traced, or its weights share memory.
@@ -58,7 +63,12 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
         graph = with_masters(graph, {n: p.dtype for n, p in model.named_parameters()}, call.leaves)
     graph = apply_precision(graph, precision)
     graph = use_counter_rng(graph, lambda: trace_at_batch(traced, traced_call, 2 * call.batch, mode))
-    return contiguous_borders(graph)
+    return contiguous_borders(channels_last_images(graph) if channels_last else graph)
+
+
+def lower_planned(plan: Plan, model: nn.Module, microbatch: Call, mode: Mode) -> Graph:
+    """The graph of a model under a plan, in one mode. Raises as `lower_model`."""
+    return lower_model(model, microbatch, mode, plan.model.name, plan.precision, plan.channels_last)
 
 
 def in_low_dtype(model: nn.Module, call: Call, low: torch.dtype) -> tuple[nn.Module, Call]:

@@ -42,7 +42,8 @@ from autopar.solve.space.candidates import Candidate
 from autopar.solve.space.constraints import Constraints
 from autopar.trace.call import Call, as_call
 from autopar.trace.hooks import check_hooks
-from autopar.trace.lower import explain_uneven_inputs, lower_model
+from autopar.trace.lower import explain_uneven_inputs, lower_model, lower_planned
+from autopar.trace.passes.layouts import gain_from_channels_last
 from autopar.trace.passes.precision import model_precision
 from autopar.trace.passes.random_ops import RNG_COUNTERS
 from autopar.trace.python_state import no_python_random
@@ -119,7 +120,8 @@ def plan(
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
     if options.cost != "analytic" and (launch := launched()) is not None:
         options = without_measured_times(options, launch)
-    request = PlanRequest(built, call, devices, options, name, kwargs, optimizer, ema)
+    channels_last = options.computes_channels_last(hardware.device_type)
+    request = PlanRequest(built, call, devices, options, name, kwargs, optimizer, ema, channels_last)
     return plan_graph(request, lower_example(request), hardware)
 
 
@@ -146,6 +148,7 @@ class PlanRequest:
     Args:
         name, kwargs: how the model is named and built, for the plan file.
         optimizer, ema: as in `autopar.parallelize`; their state counts as memory.
+        channels_last: whether convolutions, where that suits them, compute on images in channels_last.
     """
 
     model: nn.Module
@@ -156,6 +159,7 @@ class PlanRequest:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
     ema: Callable[[nn.Module], Any] | None = None
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         check_devices(self.devices)
@@ -167,7 +171,7 @@ class PlanRequest:
     def graph(self, microbatch_size: int) -> Graph:
         """The training graph of a microbatch of so many samples."""
         microbatch = self.call.first(microbatch_size)
-        return lower_model(self.model, microbatch, "train", self.name, self.options.precision)
+        return lower_model(self.model, microbatch, "train", self.name, self.options.precision, self.channels_last)
 
 
 def lower_example(request: PlanRequest, user_plan: Plan | None = None) -> Graph:
@@ -180,7 +184,7 @@ def lower_example(request: PlanRequest, user_plan: Plan | None = None) -> Graph:
         if user_plan is None:
             return request.graph(likely_microbatch_size(request.call.batch, request.devices, request.options))
         microbatch = request.call.first(user_plan.microbatch_size)
-        return lower_model(request.model, microbatch, "train", user_plan.model.name, user_plan.precision)
+        return lower_planned(user_plan, request.model, microbatch, "train")
 
 
 @without_cycle_collection()
@@ -236,7 +240,8 @@ def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
         warnings.warn(changed, MicrobatchWarning, stacklevel=caller_level())
     warn_of_ops_without_rule(plan, graph)
     precision = options.precision or model_precision(graph)
-    return replace(plan, precision=precision, reduce_dtype=options.reduce_dtype)
+    channels_last = request.channels_last and gain_from_channels_last(graph)
+    return replace(plan, precision=precision, reduce_dtype=options.reduce_dtype, channels_last=channels_last)
 
 
 def model_info(request: PlanRequest, graph: Graph) -> ModelInfo:

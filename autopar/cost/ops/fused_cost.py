@@ -10,8 +10,8 @@ from autopar.ir.hardware import Hardware
 
 # Sums over rows, whose elements lie apart: 19 to 137 us for 52 to 308 MB in docs/benchmarks/h100-x1-kernels-*.json.
 COLUMN_SUM_SLOWDOWN = 1.25
-# A kernel adds partial sums one after the other; a split size of `autopar.codegen.compile` limits their number.
-# Measured: 80, 394 and 514 partial sums in 2.2, 9.0 and 15.8 us.
+# A kernel adds partial sums one after the other: 80, 394 and 514 in 2.2, 9.0 and 15.8 us. From 1,024 on blocks share
+# them: 1,568 and 3,136 take 10 us. A split size of `autopar.codegen.compile` avoids numbers in between.
 PARTIAL_SUM_SECONDS = 25e-9
 MAX_PARTIAL_SUMS, ROWS_OF_PARTIAL_SUM = 400, 16
 

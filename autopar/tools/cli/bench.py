@@ -162,7 +162,7 @@ def bench_request(
     Raises:
         UsageError: a flag cannot be read, or the model does not classify images of the shape given.
     """
-    constraints = plan_flags.constraints() | run_flags.constraints()
+    constraints = plan_flags.constraints() | run_flags.constraints() | model_flags.layout()
     sizes = None if flags.microbatch_sizes is None else parse_sizes(flags.microbatch_sizes)
     import torch
 

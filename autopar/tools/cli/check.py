@@ -32,7 +32,7 @@ def check(
 
     Stages run eagerly, unless --compile is given: kernels of torch.compile round differently.
     """
-    constraints = plan_flags.constraints() | run_flags.constraints()
+    constraints = plan_flags.constraints() | run_flags.constraints() | model_flags.layout()
     import torch
 
     from autopar.api.model_source import in_channels_last

@@ -25,8 +25,17 @@ class BuildFlags:
         Option(help="Arguments of the model, such as depth=6 patch_size=8.", metavar="NAME=VALUE ..."),
     ] = None
     channels_last: Annotated[
-        bool, Option("--channels-last", help="Keep model and images in channels_last memory format.")
-    ] = False
+        bool | None,
+        Option(
+            "--channels-last/--no-channels-last",
+            help="Keep model and images in channels_last memory format, or compute in the contiguous one; by default "
+            "compiled convolutions on GPUs compute in channels_last where torch.compile would.",
+        ),
+    ] = None
+
+    def layout(self) -> dict[str, Any]:
+        """Keyword argument of `autopar.plan` for the memory format, if it was given."""
+        return {} if self.channels_last is None else {"channels_last": self.channels_last}
 
 
 @dataclass(frozen=True)

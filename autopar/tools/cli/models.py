@@ -22,7 +22,7 @@ def model_source(name: str, flags: ModelFlags, batch: int) -> ModelSource:
     Raises:
         UsageError: unknown model, or flags that contradict each other.
     """
-    source = ModelSource(name, parse_kwargs(flags.model_kwargs), channels_last=flags.channels_last)
+    source = ModelSource(name, parse_kwargs(flags.model_kwargs), channels_last=bool(flags.channels_last))
     if flags.inputs and flags.img_size is not None:
         raise UsageError("Both --input and --img-size are given. Leave one out.")
     side = flags.img_size or size_argument(source)

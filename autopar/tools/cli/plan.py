@@ -34,7 +34,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
 ) -> None:
     """Find the best way to split MODEL; needs no GPU and no weights."""
-    constraints = plan_flags.constraints()
+    constraints = plan_flags.constraints() | model_flags.layout()
     import autopar
     from autopar.tools.cli.inputs import Input, example, parse_inputs
     from autopar.tools.cli.models import model_source

@@ -103,7 +103,9 @@ def train(
     given = Plan.load(plan) if plan is not None else None
     if given is not None and constraints:
         raise UsageError(f"--plan decides already; leave out {', '.join(constraints)}.")
-    constraints |= run_flags.constraints() | optimizer_flags.clipping()
+    constraints |= (
+        run_flags.constraints() | optimizer_flags.clipping() | (build_flags.layout() if given is None else {})
+    )
     accumulated = optimizer_flags.grad_accum_steps
     batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
     folder = output or Path("runs") / model.replace(":", "_")

@@ -30,7 +30,7 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
         flag = "--drop" if name == "drop_rate" else "--drop-path"
         raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
     usual = pretrained_arguments(asked.model, asked.build.img_size) if asked.weights.pretrained else {}
-    source = ModelSource(asked.model, usual | given | flags, channels_last=asked.build.channels_last)
+    source = ModelSource(asked.model, usual | given | flags, channels_last=bool(asked.build.channels_last))
     side = given_side(asked.build, source) or (OWN_SIDE if asked.data.data in OF_OWN_SIZE else None)
     data = load_data(asked.data.data, wanted_images(asked, source, side))
     check_augmentation(data, asked.augmentation.augmentation(data.augmentation), asked.augmentation.aug_repeats or 1)

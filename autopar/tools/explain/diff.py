@@ -9,6 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import recomputing_text
+from autopar.ir.table import precision_text
 from autopar.ir.units import BYTES, text
 from autopar.tools.explain.breakdown import Breakdown, breakdown_of
 
@@ -66,7 +67,7 @@ def difference(before: Plan, after: Plan) -> Difference:
 def check_alike(before: Plan, after: Plan) -> None:
     """Reject plans of different models or batches.
 
-    Fingerprints include the precision, so they are compared only if the precisions agree.
+    Fingerprints include precision and memory format, so they are compared only if these agree.
     """
     model, other = before.model, after.model
     fields = {
@@ -76,7 +77,7 @@ def check_alike(before: Plan, after: Plan) -> None:
         "batch": (before.batch, after.batch),
         "model.inputs": ([i.shape for i in model.inputs], [i.shape for i in other.inputs]),
     }
-    if before.precision == after.precision:
+    if precision_text(before) == precision_text(after):
         fields["model.fingerprint"] = (model.fingerprint, other.fingerprint)
     for name, (first, second) in fields.items():
         if first != second:
@@ -103,7 +104,7 @@ def settings(before: Plan, after: Plan) -> Iterator[Change]:
         ("schedule", before.schedule, after.schedule),
         ("chunks a rank", before.chunks, after.chunks),
         ("microbatches", cut_of(before), cut_of(after)),
-        ("precision", before.precision, after.precision),
+        ("precision", precision_text(before), precision_text(after)),
         ("recomputing", recomputing(before), recomputing(after)),
     ):
         yield Change(name, str(value), str(other))

@@ -14,6 +14,7 @@ from autopar.api.options import Options
 from autopar.api.planning.plan import PlanRequest, constraints_of, lower_example, plan_graph
 from autopar.cost.hardware.load import hardware_names, load_hardware
 from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Alternative
@@ -22,7 +23,8 @@ from autopar.ir.units import TIME, text
 from autopar.solve.result.step_breakdown import excess_text
 from autopar.tools.explain.breakdown import Breakdown, breakdown_of
 from autopar.trace.call import Call
-from autopar.trace.lower import lower_model
+from autopar.trace.lower import lower_planned
+from autopar.trace.passes.layouts import gain_from_channels_last
 from autopar.train import timm_optimizer
 
 ALIKE = 5e-4  # relative difference below which two steps count as equally fast
@@ -97,11 +99,11 @@ def plan_hardware(plan: Plan, file: str | None) -> Hardware:
     return hardware
 
 
-def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, Any]:
+def asked_of(plan: Plan, hardware: Hardware, graph: Graph, question: Query) -> Mapping[str, Any]:
     """Keyword arguments of `autopar.plan` for a question.
 
-    Of the plan only its precision, its dtype of gradients between replicas, its kind of cost and its memory limit are
-    kept; the question's constraints are added.
+    Of the plan only its precision and memory format, its dtype of gradients between replicas, its kind of cost and its
+    memory limit are kept; the question's constraints are added.
     """
     # Only prices of one kind compare.
     fixed: dict[str, Any] = {
@@ -109,6 +111,9 @@ def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, An
     }  # fmt: skip
     if plan.reduce_dtype != "float32":
         fixed["reduce_dtype"] = plan.reduce_dtype
+    by_default = Options().computes_channels_last(hardware.device_type) and gain_from_channels_last(graph)
+    if plan.channels_last != by_default:
+        fixed["channels_last"] = plan.channels_last
     if plan.hardware.memory_bytes != hardware.memory_bytes:
         fixed["memory"] = plan.hardware.memory_bytes
     asked = fixed | dict(question.constraints)
@@ -123,10 +128,10 @@ def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> t
         PlanError: the model is not the plan's.
         TraceError: the model cannot be traced.
     """
-    keywords = [asked_of(plan, rebuilt.hardware, question) for question in questions]
+    graph = lower_planned(plan, rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train")
+    keywords = [asked_of(plan, rebuilt.hardware, graph, question) for question in questions]
     for options in keywords:
         constraints_of(Options.of(options), plan.mesh.devices, plan.batch)
-    graph = lower_model(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
     plan.stage_of(graph)  # refuses a model other than the plan's
     return tuple(answer(plan, rebuilt, question.asked, options) for question, options in zip(questions, keywords))
 
@@ -137,8 +142,9 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
     optimizer = timm_optimizer(model, rebuilt.opt, None) if rebuilt.opt is not None else None
     try:
         request = PlanRequest(
-            model, rebuilt.call, plan.mesh.devices, options, rebuilt.name, rebuilt.kwargs, optimizer, rebuilt.ema
-        )
+            model, rebuilt.call, plan.mesh.devices, options, rebuilt.name, rebuilt.kwargs, optimizer, rebuilt.ema,
+            options.computes_channels_last(rebuilt.hardware.device_type),
+        )  # fmt: skip
         found = plan_graph(request, lower_example(request), rebuilt.hardware)
     except (PlanError, HardwareError):
         raise
@@ -181,9 +187,8 @@ def command_for(plan: Plan, rebuilt: ReplanContext, given: Mapping[str, Any]) ->
         words += ["--opt", rebuilt.opt]
     if rebuilt.ema is not None:
         words.append("--model-ema")
-    if rebuilt.channels_last:
-        words.append("--channels-last")
-    for name, value in given.items():
+    formats = {"channels_last": True} if rebuilt.channels_last else {}
+    for name, value in ({**given} | formats).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{flag}")

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Alternative, recomputing_text, replica_text
-from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, ranks_text, schedule_text
+from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, precision_text, ranks_text, schedule_text
 from autopar.ir.text import NONE, labelled, numeric, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
 from autopar.solve.result.step_breakdown import StepBreakdown
@@ -53,7 +53,7 @@ def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Seque
 def described(plan: Plan) -> str:
     """A plan in one line."""
     return (
-        f"{plan.model.name}, {plan.mesh}{replica_text(plan)}, {schedule_text(plan)}, {plan.precision}, "
+        f"{plan.model.name}, {plan.mesh}{replica_text(plan)}, {schedule_text(plan)}, {precision_text(plan)}, "
         f"batch {batch_text(plan)}, on {plan.hardware.device} (cost model {plan.hardware.name})"
     )
 

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from autopar.ir.plan_parts import replica_text
-from autopar.ir.table import GAP, NEARLY_FULL, NOTABLE_SHARE, batch_text, ranks_text, step_parts
+from autopar.ir.table import GAP, NEARLY_FULL, NOTABLE_SHARE, batch_text, precision_text, ranks_text, step_parts
 from autopar.ir.text import NONE, labelled, numeric, plain_table
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 from autopar.tools.simulate.step import Position, SimulatedStep
@@ -41,7 +41,7 @@ def header(step: SimulatedStep) -> list[tuple[str, str]]:
     band = f"±{percent(plan.prediction.error, 0)}"
     chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
     return [
-        ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters, {plan.precision}"),
+        ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters, {precision_text(plan)}"),
         ("batch", batch_text(plan)),
         (
             "devices",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.table import batch_text
+from autopar.ir.table import batch_text, precision_text
 from autopar.ir.units import BYTES, TIME, percent, text, unit_of
 from autopar.schedule.timeline import Span
 from autopar.tools.report.figure import needed_figure
@@ -60,7 +60,7 @@ def figure_of(step: SimulatedStep) -> Any:
 def heading(step: SimulatedStep) -> str:
     plan = step.plan
     return (
-        f"{plan.model.name}, batch {batch_text(plan)}, {plan.mesh}, {plan.precision}, {plan.hardware.device}\n"
+        f"{plan.model.name}, batch {batch_text(plan)}, {plan.mesh}, {precision_text(plan)}, {plan.hardware.device}\n"
         f"{step.schedule}{f', {plan.chunks} chunks a rank (pale to dark)' if plan.chunks > 1 else ''}: simulated step "
         f"{text(step.step_seconds, TIME)}, bubble {percent(step.bubble_fraction)}"
     )

@@ -1,19 +1,86 @@
-"""Memory layout of the values that one compiled region hands to the next: rows contiguous, or channels last."""
+"""Memory layout of values: of images in convolutions, and of what one compiled region hands to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Ref, Value, refs
+import torch
+
+from autopar.ir.graph import Graph, Op, Ref, Value, refs, renamed
 from autopar.ops.gradient_layout import CHANNELS_LAST
-from autopar.ops.regions import region_starts
-from autopar.ops.registry import meta_results, meta_tensor
+from autopar.ops.regions import CONVOLUTIONS, packet, region_starts
+from autopar.ops.registry import meta_tensor, named_arguments, results_of
+from autopar.trace.fake import fake_tensors
 from autopar.trace.passes.rewrite import Expansion
 
 # Views of one layout, and the operation that also takes others.
 ANY_LAYOUT = {"aten.view.default": "aten.reshape.default", "aten.view_as.default": "aten.reshape_as.default"}
 FIXED_LAYOUT = "aten.as_strided.default"  # reads memory without regard to the layout
+SMALL_CHANNELS = 64
+
+
+def channels_last_images(graph: Graph) -> Graph:
+    """The graph with images in channels last for its convolutions, where torch.compile would compute so.
+
+    torch.compile chooses the layout of a graph's inside (`torch._inductor.graph.GraphLowering.decide_layout_opt`).
+    Between regions it may not, and would copy images and gradients at both ends of each. The values after a copy follow
+    its layout, so that one copy of the model's images serves a model of convolutions. Results that were contiguous are.
+    """
+    given = graph
+    if any(op.target == FIXED_LAYOUT for op in graph.ops) or not gain_from_channels_last(graph):
+        return graph
+    position = 0
+    while position < len(graph.ops):
+        op = graph.ops[position]
+        if is_convolution(op):
+            x = graph.readable[image_of(op).name]
+            if not meta_tensor(x).is_contiguous(memory_format=torch.channels_last):
+                graph = with_copy(graph, position, x, torch.channels_last)
+                position += 1
+        position += 1
+    return with_contiguous_results(graph, given)
+
+
+def with_contiguous_results(graph: Graph, given: Graph) -> Graph:
+    """The graph with contiguous copies of those results that are contiguous in the given one alone."""
+    names, ops = {name: name for name in refs(graph.outputs)}, list(graph.ops)
+    for name in names:
+        value = graph.readable[name]
+        if value != given.readable[name] and meta_tensor(given.readable[name]).is_contiguous():
+            copy = Expansion(graph.producer[name], {name: value}, graph.readable)
+            names[name] = copy.add("aten.contiguous.default", Ref(name)).name
+            ops += copy.ops
+    return replace(graph, ops=tuple(ops), outputs=renamed(graph.outputs, names))
+
+
+def gain_from_channels_last(graph: Graph) -> bool:
+    """Whether torch.compile would move a graph's convolutions to channels last. Those of patches do not count."""
+    convolutions = [op for op in graph.ops if is_convolution(op) and not is_of_patches(graph, op)]
+    shapes = [graph.readable[named_arguments(op)["weight"].name].shape for op in convolutions]
+    grouped = any(named_arguments(op)["groups"] > 1 and shape[1] > 1 for op, shape in zip(convolutions, shapes))
+    narrowing = any(2 * shape[0] <= shape[1] and shape[2] > 1 for shape in shapes)
+    small = all(max(shape[:2]) <= SMALL_CHANNELS for shape in shapes)
+    return not (grouped or narrowing or small)
+
+
+def is_convolution(op: Op) -> bool:
+    """Whether an operation is a convolution of a batch of images."""
+    return packet(op) in CONVOLUTIONS and len(op.outputs[0].shape) == 4
+
+
+def image_of(op: Op) -> Ref:
+    """The images that a convolution reads."""
+    image = named_arguments(op)["input"]
+    assert isinstance(image, Ref), f"{op.name}: a convolution of constants"
+    return image
+
+
+def is_of_patches(graph: Graph, op: Op) -> bool:
+    """Whether a convolution has the stride of its kernel, of more than one position."""
+    given = named_arguments(op)
+    kernel = tuple(graph.readable[given["weight"].name].shape[2:])
+    return max(kernel) > 1 and tuple(given["stride"]) * (2 // len(given["stride"])) == kernel
 
 
 def contiguous_borders(graph: Graph) -> Graph:
@@ -26,7 +93,8 @@ def contiguous_borders(graph: Graph) -> Graph:
     if any(op.target == FIXED_LAYOUT for op in graph.ops):
         return graph
     while (found := next(transposed(graph), None)) is not None:
-        graph = with_copy(graph, *found)
+        position, value = found
+        graph = with_copy(graph, position + 1, value, torch.contiguous_format)
     return graph
 
 
@@ -54,24 +122,26 @@ def is_transposed(value: Value) -> bool:
     return channels_last is None or not meta_tensor(value).is_contiguous(memory_format=channels_last)
 
 
-def with_copy(graph: Graph, position: int, value: Value) -> Graph:
-    """The graph with a contiguous copy of a value after its operation, which all later operations read."""
-    copy = Expansion(graph.ops[position], {value.name: value}, graph.readable)
-    name = copy.add("aten.contiguous.default", Ref(value.name)).name
+def with_copy(graph: Graph, position: int, value: Value, layout: torch.memory_format) -> Graph:
+    """The graph with a copy of a value in some layout, which the operations from a position on read."""
+    maker = next((op for op in graph.ops[:position] if value in op.outputs), graph.ops[position])
+    copy = Expansion(maker, {value.name: value}, graph.readable)
+    name = copy.add("aten.contiguous.default", Ref(value.name), memory_format=layout).name
     changed = {name: copy.values[name]}  # values whose layout is another than in the graph
     later: list[Op] = []
-    for op in graph.ops[position + 1 :]:
+    for op in graph.ops[position:]:
         if value.name in op.reads:
             op = op.reading({read: name if read == value.name else read for read in op.reads})
         if not changed.keys().isdisjoint(op.reads):
             op = restrided(op, [changed.get(read) or graph.readable[read] for read in op.reads])
             changed |= {v.name: v for v in op.outputs if v != graph.values[v.name]}
         later.append(op)
-    return replace(graph, ops=(*graph.ops[: position + 1], *copy.ops, *later))
+    return replace(graph, ops=(*graph.ops[:position], *copy.ops, *later))
 
 
 def restrided(op: Op, read: Sequence[Value]) -> Op:
     """The operation with the layouts of its outputs that follow from those of the values that it reads."""
     op = replace(op, target=ANY_LAYOUT.get(op.target, op.target))
-    made = meta_results(op, read)
+    with fake_tensors(read) as tensors:
+        made = results_of(op, tensors)
     return replace(op, outputs=tuple(replace(v, stride=t.stride()) for v, t in zip(op.outputs, made, strict=True)))

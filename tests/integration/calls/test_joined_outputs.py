@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import UsageError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Mode
+from autopar.ir.plan import Plan
 from autopar.ir.pytree import leaves
 from autopar.trace.call import Call
-from autopar.trace.lower import lower_model
+from autopar.trace.lower import lower_planned
 
 
 class Everywhere(nn.Module):
@@ -132,11 +133,11 @@ def test_a_model_that_does_not_take_the_batch_has_no_outputs_for_it() -> None:
 def test_only_a_call_with_several_microbatches_traces_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
 
-    def counted(model: nn.Module, call: Call, *rest: Any) -> Graph:
+    def counted(plan: Plan, model: nn.Module, call: Call, mode: Mode) -> Graph:
         batches.append(call.batch)
-        return lower_model(model, call, *rest)
+        return lower_planned(plan, model, call, mode)
 
-    monkeypatch.setattr("autopar.api.program_cache.lower_model", counted)
+    monkeypatch.setattr("autopar.api.program_cache.lower_planned", counted)
     model, x = model_and_batch(4)
     with in_threads(model, plan_by_hand(model, x, 2, []), x, rows_loss) as pm:
         before = len(batches)

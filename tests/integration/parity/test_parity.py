@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from support.cases import ADAMW
 from support.handmade import plan_by_hand
+from support.hardware import slow_compute
 from support.models import Tied, TwoHeads, TwoInputs, UNet, resnet18, tiny_vit
-from support.parity import images, labels, outputs_agree, state_agrees, step_agrees, three_steps
+from support.parity import images, labels, outputs_agree, state_agrees, step_agrees, three_steps, updated_alike
 from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
@@ -47,6 +48,39 @@ def test_vit_on_two_stages_any_batch_size() -> None:
         assert_close(pm(x), model.eval()(x).detach(), "output of loaded weights")
         result = pm.train().train_step(x, labels(4), return_outputs=True)
         assert_close(result.outputs, model.train()(x).detach(), "outputs of a step")
+
+
+class ImagesAndTokens(nn.Module):
+    """Convolutions that gain from channels_last, on images and on what was tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 72, 3, 2, 1), nn.BatchNorm2d(72)
+        self.norm, self.tokens = nn.LayerNorm(72), nn.Linear(72, 72)
+        self.conv, self.head = nn.Conv2d(72, 72, 3, padding=1), nn.Linear(72, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(self.stem(x)).relu()
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = tokens + self.tokens(self.norm(tokens)).tanh()
+        x = x + self.conv(tokens.transpose(1, 2).reshape(x.shape))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_convolutions_in_channels_last(mesh: dict[str, Any], tmp_path: Path) -> None:
+    """The weights keep their memory format."""
+    torch.manual_seed(0)
+    model, hardware = ImagesAndTokens(), str(slow_compute(tmp_path))  # on which it is worth sharding
+    reference = Reference(model, F.cross_entropy, SGD)
+    arguments = {"channels_last": True, "microbatches": 2, "cost": "analytic", "hardware": hardware} | mesh
+    with autopar.parallelize(model, 2, images(8), optimizer=SGD, **arguments) as pm:
+        assert pm.plan.channels_last and ", channels_last, " in str(pm.plan)
+        for _ in range(3):
+            updated_alike(pm, reference, images(8), labels(8))
+        state_agrees(pm, reference, model)
+        for name, tensor in pm.state_dict().items():
+            assert tensor.stride() == model.state_dict()[name].stride()
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"dp": 2}], ids=str)

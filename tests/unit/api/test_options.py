@@ -17,7 +17,7 @@ import autopar
 from autopar import UsageError
 from autopar.api.options import RUN_SETTINGS, Options, parse_bytes
 from autopar.ir.plan_constraints import PlanConstraints
-from autopar.tools.cli.flags import PlanFlags, RunFlags
+from autopar.tools.cli.flags import BuildFlags, PlanFlags, RunFlags
 from autopar.trace.passes.precision import apply_precision, model_precision
 from autopar.trace.trace import trace
 
@@ -173,7 +173,8 @@ def test_what_only_gpus_have_is_refused_elsewhere_before_planning(asked: dict) -
 
 def test_flags_are_the_constraints_by_their_names() -> None:
     constraints, flags = get_type_hints(PlanConstraints), get_type_hints(PlanFlags)
-    assert {*flags} - {"pin"} == {*constraints} - {"pins", "solver_seconds"}
+    assert {*flags} - {"pin"} == {*constraints} - {"pins", "solver_seconds", "channels_last"}
+    assert BuildFlags(channels_last=False).layout() == {"channels_last": False} and BuildFlags().layout() == {}
     whole = [{name for name, hint in hints.items() if hint == int | None} for hints in (flags, constraints)]
     assert whole[0] - {"zero"} == whole[1] - {"memory"}  # a number of a few; a text with a unit
     assert set(get_type_hints(RunFlags)) <= RUN_SETTINGS

@@ -6,6 +6,7 @@ import functools
 import pickle
 from collections.abc import Iterator
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,15 @@ from torch._dynamo.backends.debugging import aot_eager
 import autopar
 from autopar.codegen import compile as compiled
 from autopar.codegen.activation_checkpoint import cut_segments
-from autopar.codegen.compile import SPLIT_SIZE, functorch_config, gradient_of, norm_options
+from autopar.codegen.compile import (
+    LAYOUT_CHOICE,
+    SPLIT_SIZE,
+    cuda_options,
+    functorch_config,
+    gradient_of,
+    norm_options,
+    norm_rows,
+)
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
 from autopar.ir.graph import Graph, Value
@@ -316,11 +325,21 @@ def test_a_forward_compiles_the_backward_too(monkeypatch: pytest.MonkeyPatch) ->
     assert len(backwards) == 1 and model.bias.grad is not None and model.bias.grad.tolist() == [2.0] * 4
 
 
-@pytest.mark.parametrize(("rows", "split"), [(10, 16), (6_304, 16), (12_608, 32), (25_216, 64), (10**6, 128)])
-def test_norms_leave_about_as_many_partial_sums(rows: int, split: int) -> None:
-    graph = traced(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), torch.randn(rows, 4))
-    assert norm_options(graph.ops) == {SPLIT_SIZE: split}
-    assert norm_options(graph.ops[:1]) == {}
+@pytest.mark.parametrize(
+    ("rows", "split"),
+    [(10, None), (6_304, None), (9_456, 32), (12_608, 32), (16_000, 32), (25_216, None), (50_176, None), (10**6, None)],
+)
+def test_norms_leave_no_number_of_partial_sums_that_is_slow_to_add(rows: int, split: int | None) -> None:
+    assert norm_options(rows, 132) == ({} if split is None else {SPLIT_SIZE: split})
+
+
+def test_the_largest_norm_counts_and_layouts_are_those_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Flatten(0, 1))
+    graph = traced(body, torch.randn(2, 6_304, 4))
+    assert norm_rows(graph.ops) == 12_608 and norm_rows(graph.ops[:1]) == 0
+    assert cuda_options(graph.ops, torch.device("cuda")) == {LAYOUT_CHOICE: False, SPLIT_SIZE: 32}
+    assert cuda_options(graph.ops[:1], torch.device("cuda")) == {LAYOUT_CHOICE: False}
 
 
 def small_resnet() -> nn.Module:

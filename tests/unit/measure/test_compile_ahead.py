@@ -100,7 +100,7 @@ def test_numbers_of_workers(
     requested: str | None, device: str, cores: int, regions: int, lines: int, workers: int, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Where the number is requested, the server starts before planning, else with the workers."""
+    """The server starts before planning, where there may be workers, and ends if there are none."""
     servers, started = list[str](), list[int]()
 
     def run_workers(entry: str, work: ahead.Work, number: int, *_: object, **__: object) -> WorkersExit:
@@ -112,19 +112,21 @@ def test_numbers_of_workers(
         monkeypatch.setenv(WORKERS, requested)
     monkeypatch.setattr(ahead, "run_workers", run_workers)
     monkeypatch.setattr(ahead, "start_server", lambda: servers.append("started"))
+    monkeypatch.setattr(ahead, "server", "started before planning")
     monkeypatch.setattr(ahead, "cores", lambda: cores)
     monkeypatch.setattr(ahead, "done_file", lambda region, state: tmp_path / region.code.strip())
-    prepare_compilers()
-    assert bool(servers) == (requested is not None and int(requested) > 1)
+    prepare_compilers(device)
+    assert bool(servers) == (int(requested) > 1 if requested else device == "cuda" and cores > 3)
     source = replace(code_of(nn.Parameter(torch.empty(3, 4))).source, device=torch.device(device))
     servers.clear()
     compile_ahead([replace(source, code=str(k) + "\n" * lines) for k in range(regions)])
-    assert started == ([workers] if workers else []) and len(servers) == len(started)
+    assert started == ([workers] if workers else []) and len(servers) == len(started) and ahead.server is None
 
 
 def test_a_number_of_workers_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKERS, "many")
-    for call in (prepare_compilers, lambda: compile_ahead([])):
+    source = code_of(nn.Parameter(torch.empty(3, 4))).source
+    for call in (partial(prepare_compilers, "cuda"), lambda: compile_ahead([source])):
         with pytest.raises(UsageError, match="AUTOPAR_COMPILE_WORKERS='many' must be a number of processes"):
             call()
 

@@ -1,4 +1,4 @@
-"""The layout of values between regions: a transposed one is copied once, and others follow."""
+"""The layout of values between regions and in convolutions: one is copied, and others follow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, refs
 from autopar.ops.regions import region_starts
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -37,8 +37,9 @@ class Blocks(nn.Module):
         return x.sum(1) if self.kind == "tokens" else x
 
 
-def lowered(model: nn.Module) -> Graph:
-    return lower_model(model, as_call(model, torch.randn(2, 3, 16, 16)), "train", "")
+def lowered(model: nn.Module, channels_last: bool = False, x: torch.Tensor | None = None) -> Graph:
+    x = torch.randn(2, 3, 16, 16) if x is None else x
+    return lower_model(model, as_call(model, x), "train", "", channels_last=channels_last)
 
 
 def handed_on(graph: Graph) -> list[str]:
@@ -64,3 +65,68 @@ def test_other_layouts_stay(kind: str) -> None:
     graph = lowered(Blocks(kind))
     assert not any(op.name.endswith(".contiguous") and op.module for op in graph.ops)
     assert any(is_transposed(value) for value in graph.values.values()) == (kind == "strided")
+
+
+class Images(nn.Module):
+    """Convolutions, with tokens between them."""
+
+    def __init__(self, dense: bool = False) -> None:
+        super().__init__()
+        self.dense = dense
+        self.stem, self.bn = nn.Conv2d(3, 72, 3, 2, 1), nn.BatchNorm2d(72)
+        self.tokens, self.conv, self.head = nn.Linear(72, 72), nn.Conv2d(72, 72, 3, padding=1), nn.Linear(72, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(self.stem(x)).relu()
+        tokens = self.tokens(x.view(len(x), 72, -1).transpose(1, 2))
+        x = x + self.conv(tokens.transpose(1, 2).contiguous().view(x.shape))
+        return x if self.dense else self.head(x.mean((2, 3)))
+
+
+def layouts(graph: Graph) -> dict[str, bool]:
+    """Whether images are in channels last, by name."""
+    images = [value for value in graph.values.values() if len(value.shape) == 4 and value.shape[2] > 1]
+    return {value.name: value.stride[1] == 1 for value in images}
+
+
+def test_images_are_copied_to_channels_last_where_convolutions_read_others() -> None:
+    before, graph = lowered(Images()), lowered(Images(), channels_last=True)
+    added = {op.name: op.reads for op in graph.ops if op.name not in {op.name for op in before.ops}}
+    assert added == {"stem.conv2d.contiguous": ("x",), "view_1.contiguous": ("view_1",)}
+    assert not any(layouts(before).values())
+    assert [name for name, last in layouts(graph).items() if not last] == ["x", "view_1"]
+    assert {op.target for op in graph.ops if "view" in op.name} >= {"aten.reshape.default"}
+    x = torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    assert "stem.conv2d.contiguous" not in {op.name for op in lowered(Images(), True, x).ops}
+
+
+def test_results_keep_their_layout() -> None:
+    before, graph = (lowered(Images(dense=True), last) for last in (False, True))
+    (name,), (given,) = refs(graph.outputs), refs(before.outputs)
+    assert (name, given) == ("add.contiguous", "add") and graph.values[name].stride == before.values[given].stride
+
+
+@pytest.mark.parametrize(
+    "convolutions",
+    [
+        [nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)],  # few channels
+        [nn.Conv2d(3, 96, 3), nn.Conv2d(96, 96, 3, groups=3)],
+        [nn.Conv2d(3, 96, 3), nn.Conv2d(96, 32, 3)],  # from many channels to few
+        [nn.Conv2d(3, 96, 4, 4)],  # of patches
+    ],
+    ids=["small", "grouped", "narrowing", "patches"],
+)
+def test_convolutions_stay_that_torch_compile_leaves(convolutions: list[nn.Conv2d]) -> None:
+    """As in decide_layout_opt of torch 2.11 to 2.15."""
+    model = nn.Sequential(*convolutions)
+    assert lowered(model, channels_last=True) == lowered(model)
+    model = nn.Sequential(*convolutions[:1], nn.Conv2d(convolutions[0].out_channels, 96, 1))
+    assert any(layouts(lowered(model, channels_last=True)).values())
+
+
+def test_layouts_stay_where_memory_is_read_as_it_lies() -> None:
+    class Strided(Images):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.as_strided(x.shape, x.stride()))
+
+    assert lowered(Strided(), channels_last=True) == lowered(Strided())
