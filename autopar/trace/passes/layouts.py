@@ -9,14 +9,15 @@ import torch
 
 from autopar.ir.graph import Graph, Op, Ref, Value, refs, renamed
 from autopar.ops.gradient_layout import CHANNELS_LAST
-from autopar.ops.regions import CONVOLUTIONS, packet, region_starts
+from autopar.ops.regions import CONVOLUTIONS, packet, region_starts, writes_into_value
 from autopar.ops.registry import meta_tensor, named_arguments, results_of
 from autopar.trace.fake import fake_tensors
 from autopar.trace.passes.rewrite import Expansion
 
 # Views of one layout, and the operation that also takes others.
 ANY_LAYOUT = {"aten.view.default": "aten.reshape.default", "aten.view_as.default": "aten.reshape_as.default"}
-FIXED_LAYOUT = "aten.as_strided.default"  # reads memory without regard to the layout
+# They read memory as it lies.
+FIXED_LAYOUTS = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.view_as_complex.default"))
 SMALL_CHANNELS = 64
 
 
@@ -27,10 +28,9 @@ def channels_last_images(graph: Graph) -> Graph:
     Between regions it may not, and would copy images and gradients at both ends of each. The values after a copy follow
     its layout, so that one copy of the model's images serves a model of convolutions. Results that were contiguous are.
     """
-    given = graph
-    if any(op.target == FIXED_LAYOUT for op in graph.ops) or not gain_from_channels_last(graph):
+    if not gain_from_channels_last(graph):
         return graph
-    position = 0
+    given, position = graph, 0
     while position < len(graph.ops):
         op = graph.ops[position]
         if is_convolution(op):
@@ -55,7 +55,12 @@ def with_contiguous_results(graph: Graph, given: Graph) -> Graph:
 
 
 def gain_from_channels_last(graph: Graph) -> bool:
-    """Whether torch.compile would move a graph's convolutions to channels last. Those of patches do not count."""
+    """Whether torch.compile would move a graph's convolutions to channels last. Those of patches do not count.
+
+    It stays where an operation needs the layout that is given: one that reads memory as it lies, or writes into a view.
+    """
+    if any(op.target in FIXED_LAYOUTS or writes_into_value(op) for op in graph.ops):
+        return False
     convolutions = [op for op in graph.ops if is_convolution(op) and not is_of_patches(graph, op)]
     shapes = [graph.readable[named_arguments(op)["weight"].name].shape for op in convolutions]
     grouped = any(named_arguments(op)["groups"] > 1 and shape[1] > 1 for op, shape in zip(convolutions, shapes))
@@ -90,7 +95,7 @@ def contiguous_borders(graph: Graph) -> Graph:
     convolution. There each norm would read across rows, and each region would copy the gradients at its ends. Inside
     one graph torch.compile chooses layouts; what two graphs share has the layout of the trace.
     """
-    if any(op.target == FIXED_LAYOUT for op in graph.ops):
+    if any(op.target in FIXED_LAYOUTS for op in graph.ops):
         return graph
     while (found := next(transposed(graph), None)) is not None:
         position, value = found
@@ -124,9 +129,10 @@ def is_transposed(value: Value) -> bool:
 
 def with_copy(graph: Graph, position: int, value: Value, layout: torch.memory_format) -> Graph:
     """The graph with a copy of a value in some layout, which the operations from a position on read."""
-    maker = next((op for op in graph.ops[:position] if value in op.outputs), graph.ops[position])
-    copy = Expansion(maker, {value.name: value}, graph.readable)
-    name = copy.add("aten.contiguous.default", Ref(value.name), memory_format=layout).name
+    maker = graph.producer.get(value.name)
+    copy = Expansion(maker or graph.ops[position], {value.name: value}, graph.readable)
+    name = copy.fresh(f"{value.name if maker is None else maker.name}.contiguous")
+    copy.append(name, "aten.contiguous.default", (Ref(value.name),), {"memory_format": layout})
     changed = {name: copy.values[name]}  # values whose layout is another than in the graph
     later: list[Op] = []
     for op in graph.ops[position:]:
