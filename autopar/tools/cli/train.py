@@ -101,11 +101,11 @@ def train(
     refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
     constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None
+    if given is None or build_flags.channels_last is False:  # with a plan, --channels-last is the model's format alone
+        constraints |= build_flags.layout()
     if given is not None and constraints:
         raise UsageError(f"--plan decides already; leave out {', '.join(constraints)}.")
-    constraints |= (
-        run_flags.constraints() | optimizer_flags.clipping() | (build_flags.layout() if given is None else {})
-    )
+    constraints |= run_flags.constraints() | optimizer_flags.clipping()
     accumulated = optimizer_flags.grad_accum_steps
     batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
     folder = output or Path("runs") / model.replace(":", "_")
