@@ -46,7 +46,8 @@ class PlanConstraints:
             but batch norm with bfloat16 copies of the parameters, on bfloat16 inputs, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` does. Weights are float32 in all three.
         channels_last: whether convolutions compute on images in channels_last, whose copies plans contain. By default,
-            compiled programs on GPUs do so where torch.compile would. Inputs, results and weights keep their format.
+            compiled programs on GPUs do so where torch.compile would. Inputs and weights keep their format, contiguous
+            results too.
         recompute: activation checkpointing. "auto" uses it only where a plan would not fit, or would be slower,
             without it. Results are the same, so this is the default.
         hardware: name or file of the cost model.

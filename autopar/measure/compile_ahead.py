@@ -120,8 +120,9 @@ def compile_ahead(regions: Sequence[RegionSource]) -> None:
     try:
         types = {region.device.type for region in regions}
         most = min((most_workers(device_type) for device_type in types), default=0)
-        if most > 1 and (new := new_regions(regions, State.current())):
-            start_workers(new, min(most, len(new)))
+        state = State.current()
+        if most > 1 and (new := new_regions(regions, state)):
+            compile_in_workers(new, min(most, len(new)), state)
     finally:
         server = None  # ends it
 
@@ -135,12 +136,12 @@ def new_regions(regions: Sequence[RegionSource], state: State) -> list[tuple[Pat
     return new if len(new) >= MIN_REGIONS and long else []
 
 
-def start_workers(new: Sequence[tuple[Path, RegionSource]], workers: int) -> None:
+def compile_in_workers(new: Sequence[tuple[Path, RegionSource]], workers: int, state: State) -> None:
     """Let workers compile regions, and wait for them."""
     start_server()
     importing = threading.Thread(target=importlib.import_module, args=(COMPILER,))  # this process needs it too
     importing.start()
-    work = Work(new, max(1, cores() // workers), State.current(), uuid4().hex)
+    work = Work(new, max(1, cores() // workers), state, uuid4().hex)
     limits, failure = WorkerLimits(LIMIT_SECONDS), f"none was ready within {LIMIT_SECONDS:.0f} s"
     try:
         ended = run_workers(ENTRY, work, workers, None, limits, lambda *_: True, name="compile", server=server)

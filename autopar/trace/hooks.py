@@ -1,4 +1,4 @@
-"""What torch.export leaves out: hooks on gradients, ``no_grad`` inside autocast regions, assignments to ``.data``."""
+"""What torch.export leaves out: hooks on gradients, ``no_grad`` in autocast regions, assignments to a tensor's data."""
 
 from __future__ import annotations
 

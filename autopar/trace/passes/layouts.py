@@ -44,14 +44,13 @@ def channels_last_images(graph: Graph) -> Graph:
 
 def with_contiguous_results(graph: Graph, given: Graph) -> Graph:
     """The graph with contiguous copies of those results that are contiguous in the given one alone."""
-    names, ops = {name: name for name in refs(graph.outputs)}, list(graph.ops)
+    names = {name: name for name in refs(graph.outputs)}
     for name in names:
-        value = graph.readable[name]
-        if value != given.readable[name] and meta_tensor(given.readable[name]).is_contiguous():
-            copy = Expansion(graph.producer[name], {name: value}, graph.readable)
-            names[name] = copy.add("aten.contiguous.default", Ref(name)).name
-            ops += copy.ops
-    return replace(graph, ops=tuple(ops), outputs=renamed(graph.outputs, names))
+        value, before = graph.readable[name], given.readable[name]
+        if value != before and meta_tensor(before).is_contiguous():
+            graph = with_copy(graph, len(graph.ops), value, torch.contiguous_format)
+            names[name] = graph.ops[-1].name
+    return replace(graph, outputs=renamed(graph.outputs, names))
 
 
 def gain_from_channels_last(graph: Graph) -> bool:
