@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from autopar.errors import UsageError, suggest
 from autopar.ir.pytree import tree_map
 from autopar.ir.units import of_type
+from autopar.trace.frames import frame_text, user_frame
 
 LIBRARY_NAME = re.compile(r"(torchvision:)?[\w.-]+")
 MODEL_NAMES = "A model is a timm name, torchvision:NAME, or package.module:factory."
@@ -48,7 +49,7 @@ class ModelSource:
             model = built_on_meta(factory, self.kwargs) if device == "meta" else built_on(device, factory, self.kwargs)
         except Exception as error:
             arguments = ", ".join(f"{k}={v!r}" for k, v in self.kwargs.items())
-            failed = " ".join([error_text(error), *getattr(error, "__notes__", ())])
+            failed = " ".join([placed(error), *getattr(error, "__notes__", ())])
             raise UsageError(f"{self.name}({arguments}) failed: {failed}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{self.name} returned {of_type(model)}; it must return a torch.nn.Module.")
@@ -135,15 +136,20 @@ def built_on_meta(factory: Any, kwargs: Mapping[str, Any]) -> Any:
                 model = built_on("cpu", factory, kwargs)
         except Exception as second:
             if error_text(second) != error_text(first):
-                first.add_note(f"A second call, with all but the parameters on the CPU, failed: {error_text(second)}")
+                first.add_note(f"A second call, with all but the parameters on the CPU, failed: {placed(second)}")
         else:
             return model.to("meta") if isinstance(model, nn.Module) else model
         raise
 
 
-def error_text(error: Exception) -> str:
-    """``ValueError: no such depth.``"""
-    return f"{type(error).__name__}: {str(error).removesuffix('.')}."
+def error_text(error: BaseException) -> str:
+    """``ValueError: no such depth``"""
+    return f"{type(error).__name__}: {str(error).removesuffix('.')}"
+
+
+def placed(error: BaseException) -> str:
+    """An error with the innermost line of the model's code: ``ValueError: no such depth at net.py:7, in Net: `…`.``"""
+    return f"{error_text(error)}{frame_text(user_frame(error))}."
 
 
 def check_named_by_file(name: str, kwargs: Mapping[str, Any], instead: str) -> None:
@@ -174,6 +180,8 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
     Raises:
         UsageError: the module cannot be imported, or has no such function.
     """
+    if not module_name:
+        raise UsageError(f"Model {full_name!r} names no module. {MODEL_NAMES}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -183,6 +191,8 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
             f"Cannot import {module_name!r} of model {full_name!r}: {error}.{suggest(module_name, ['torchvision'])} "
             f"{MODEL_NAMES}"
         ) from error
+    except Exception as error:  # the module's own
+        raise UsageError(f"Cannot import {module_name!r} of model {full_name!r}: {placed(error)}") from error
     public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
     if name not in public:
         raise unknown_model(name, list(public), module_name)
@@ -228,10 +238,11 @@ def default_input_shape(model: nn.Module, batch: int) -> tuple[int, ...]:
         grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
         height, width = grid if isinstance(grid, tuple) else (height, width)
         return (batch, channels, height, width)
-    if type(model).__module__.startswith("torchvision."):
+    module = type(model).__module__
+    if module.startswith("torchvision.") and not module.startswith("torchvision.models.video"):
         side = 299 if type(model).__name__ == "Inception3" else 224
         return (batch, 3, side, side)
     raise UsageError(
-        f"Cannot derive the inputs of {type(model).__name__}: it is neither a timm nor a torchvision model. "
+        f"Cannot derive the inputs of {type(model).__name__}: it is no image model of timm or torchvision. "
         "Pass example_inputs (a tuple or dict of tensors at the global batch), or --input 8,3,64,64."
     )

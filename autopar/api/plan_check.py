@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import PlanError, suggest
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, names_layout_copy
 from autopar.ir.layout import REPLICATED, TP, Layout, broadcast_layout, look_up, pattern_of, split_layout
 from autopar.ir.plan import Plan
 from autopar.sharding.lookup import rule_of
@@ -64,8 +64,8 @@ def check_strategies(plan: Plan, graph: Graph) -> None:
 
 
 def check_table_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
-    """Refuse entries of a plan's table that match no name in the model."""
+    """Refuse entries of a plan's table that match no name in the model, but for copies that this batch does without."""
     known = {*names, *map(pattern_of, names)}
     for name in table:
-        if name not in known:
+        if name not in known and not names_layout_copy(name):
             raise PlanError(f"Plan field {field}: the model has no {name!r}.{suggest(name, sorted(known))}")

@@ -114,7 +114,10 @@ def inductor(module: fx.GraphModule, arguments: Sequence[Tensor], options: dict[
     """
     from torch import _inductor
 
-    return _inductor.compile(module, list(arguments), options=options)
+    from autopar.codegen.buffer_layouts import likely_layouts
+
+    with likely_layouts():
+        return _inductor.compile(module, list(arguments), options=options)
 
 
 CompileAhead = Callable[[Sequence[RegionSource]], None]

@@ -148,6 +148,14 @@ def refs(tree: Any) -> Iterator[str]:
             yield from refs(item)
 
 
+LAYOUT_COPY = "layout"  # last part of the names of copies that passes on layouts add
+
+
+def names_layout_copy(name: str) -> bool:
+    """Whether an operation, or a pattern of operations, is a copy that a pass on layouts added."""
+    return name.rpartition(".")[2].rstrip("_0123456789") == LAYOUT_COPY
+
+
 def renamed(tree: Any, names: Mapping[str, str]) -> Any:
     """(Nested) arguments whose references have other names."""
     if isinstance(tree, Ref):
@@ -166,6 +174,8 @@ class Op:
         mutates: weights that the operation updates in place.
         home: the traced operation whose stage a collective shares; set on collectives that sharding inserted.
         autocast: dtype of the innermost autocast region of the model, or `NO_AUTOCAST`; empty outside of such regions.
+        traced: target in the trace, where a pass on layouts changed it; empty for a copy that such a pass added.
+            Both depend on the batch and on the inputs' layout, so no plan relies on them.
     """
 
     name: str
@@ -178,6 +188,12 @@ class Op:
     mutates: tuple[str, ...] = ()
     home: str = ""
     autocast: str = ""
+    traced: str | None = None
+
+    @property
+    def is_layout_copy(self) -> bool:
+        """Whether a pass on layouts added the operation, as a copy."""
+        return self.traced == ""
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -249,6 +265,19 @@ class Graph:
     def weight(self) -> Mapping[str, Weight]:
         return {w.name: w for w in self.weights}
 
+    @cached_property
+    def as_traced(self) -> Graph:
+        """The graph before the passes on layouts, but for its values' strides."""
+        if all(op.traced is None for op in self.ops):
+            return self
+        source, ops = {name: name for name in self.readable}, list[Op]()
+        for op in self.ops:
+            if op.is_layout_copy:
+                source |= {value.name: source[read] for value, read in zip(op.outputs, op.reads, strict=True)}
+            else:
+                ops.append(replace(op.reading(source), target=op.traced or op.target, traced=None))
+        return replace(self, ops=tuple(ops), outputs=renamed(self.outputs, source))
+
     @property
     def num_params(self) -> int:
         """Number of parameter elements, tied ones once."""
@@ -256,13 +285,13 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of operations, parameters and their shapes, which plans rely on; independent of batch and device."""
+        """Hash of operations, parameters and their shapes, which plans rely on; independent of batch and layouts."""
         return hashlib.sha256("\n".join(self.fingerprint_lines).encode()).hexdigest()[:16]
 
     @property
     def fingerprint_lines(self) -> list[str]:
         """What the fingerprint is a hash of: a line for each operation, then one for each parameter and buffer."""
-        lines = [f"{op.name} {op.target}" for op in self.ops]
+        lines = [f"{op.name} {op.target}" for op in self.as_traced.ops]
         return lines + [f"{w.name} {w.shape} {w.dtype}" for w in self.weights if w.kind != "constant"]
 
     def __str__(self) -> str:

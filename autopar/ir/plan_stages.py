@@ -17,14 +17,31 @@ def stage_of_ops(plan: PlanView, graph: Graph) -> Mapping[str, int]:
         PlanError: the plan belongs to another model, or its stages do not cover the graph in order.
     """
     check_model(plan, graph)
-    bounds = stage_bounds(plan, graph)
-    stage_of = {op.name: i for i, (low, high) in enumerate(bounds) for op in graph.ops[low : high + 1]}
+    traced = graph.as_traced
+    bounds = stage_bounds(plan, traced)
+    stage_of = {op.name: i for i, (low, high) in enumerate(bounds) for op in traced.ops[low : high + 1]}
     for name, number in plan.exceptions.items():
         if name not in stage_of:
             raise PlanError(f"Plan field exceptions: the model has no operation {name!r}.")
         stage_of[name] = number
+    stage_of |= stages_of_copies(stage_of, graph)
     check_order(stage_of, graph)
     return stage_of
+
+
+def stages_of_copies(stage_of: Mapping[str, int], graph: Graph) -> Mapping[str, int]:
+    """Stages of copies for the sake of layouts: where what they read is made, or else where it is read first."""
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        if op.is_layout_copy:
+            maker = next((graph.producer[read] for read in op.reads if read in graph.producer), None)
+            if maker is not None:
+                found[op.name] = stage_of.get(maker.name, found.get(maker.name, 0))
+    for op in reversed(graph.ops):
+        if op.is_layout_copy and op.name not in found:
+            readers = (reader.name for reader in graph.ops if op.outputs[0].name in reader.reads)
+            found[op.name] = min((stage_of.get(name, found.get(name, 0)) for name in readers), default=0)
+    return found
 
 
 def check_model(plan: PlanView, graph: Graph) -> None:

@@ -30,13 +30,17 @@ def group_widths(op: Op, weight: Sequence[int], groups: int) -> tuple[int, int]:
         weight: shape of the weight.
     """
     widths = weight[1], weight[0] // groups
+    return (power_of_two(widths[0]), power_of_two(widths[1])) if has_padded_groups(op, weight, groups) else widths
+
+
+def has_padded_groups(op: Op, weight: Sequence[int], groups: int) -> bool:
+    """Whether groups of a convolution that are no power of two wide are padded; arguments as of `group_widths`."""
+    widths = weight[1], weight[0] // groups
     made = op.outputs[0]
     is_batched, is_low = len(made.shape) == len(weight), DTYPE_BYTES[made.dtype] == 2
-    if op.target not in CONVOLUTIONS or groups == 1 or not (is_batched and is_low):
-        return widths
-    if min(widths) == 1 or max(widths) > MAX_WIDTH:  # depthwise convolutions have kernels of their own
-        return widths
-    return power_of_two(widths[0]), power_of_two(widths[1])
+    # Depthwise convolutions have kernels of their own.
+    has_groups = op.target in CONVOLUTIONS and groups > 1 and min(widths) > 1
+    return has_groups and is_batched and is_low and max(widths) <= MAX_WIDTH
 
 
 def power_of_two(size: int) -> int:

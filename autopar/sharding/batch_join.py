@@ -106,7 +106,11 @@ def joins(whole: Graph, part: Graph) -> Mapping[str, Join]:
         whole: graph of the batch.
         part: graph of a microbatch.
     """
-    return JoinAnalysis(whole, part).follow()
+    found = dict(JoinAnalysis(whole.as_traced, part.as_traced).follow())
+    for op in whole.ops:
+        if op.is_layout_copy:
+            found |= dict.fromkeys((value.name for value in op.outputs), found[op.reads[0]])
+    return found
 
 
 def may_mix_samples(graph: Graph) -> bool:
@@ -114,8 +118,9 @@ def may_mix_samples(graph: Graph) -> bool:
 
     Error: one graph does not show which sizes grow with the batch, so it errs both ways. `joins` compares two graphs.
     """
-    found = OneGraphAnalysis(graph, graph).follow()
-    return any(found[output.name].kind == "unknown" for output in graph.outputs if isinstance(output, Ref))
+    traced = graph.as_traced
+    found = OneGraphAnalysis(traced, traced).follow()
+    return any(found[output.name].kind == "unknown" for output in traced.outputs if isinstance(output, Ref))
 
 
 class JoinAnalysis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import traceback
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 
 TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
 AUTOPAR_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
+LIBRARY = (contextlib.__file__, importlib.__file__, traceback.__file__)  # which torch and autopar call others through
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -37,4 +39,4 @@ def frame_text(frame: traceback.FrameSummary | None) -> str:
 
 def is_internal(filename: str) -> bool:
     """Whether a file belongs to torch, autopar or the interpreter instead of the user's model."""
-    return filename.startswith((TORCH_DIR, AUTOPAR_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)
+    return filename.startswith((TORCH_DIR, AUTOPAR_DIR, "<")) or filename in LIBRARY

@@ -17,7 +17,9 @@ from torchvision import models
 import autopar
 from autopar.api.model_source import ModelSource
 from autopar.ir.units import percent
+from autopar.tools.bench.request import num_classes
 from autopar.tools.cli.initial_weights import pretrained, pretrained_arguments
+from autopar.tools.cli.models import sized, with_classes
 from autopar.tools.cli.unused_flags import RULES
 from autopar.train import Wanted, evaluate_alone, evaluation_loader, load_data
 
@@ -290,6 +292,47 @@ def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
     code, _, error = invoke("train", *TINY, *args)
     assert code == 2
     assert message in error, error
+
+
+FACTORIES = """
+import torch
+from torch import nn
+MEAN = torch.ones(3, 1, 1)
+def head(outputs): return nn.Sequential(nn.Flatten(), nn.Linear(3072, outputs))
+def two(): return head(2)
+def image(): return nn.Conv2d(3, 10, 32)
+def twelve(): return head(12)
+class OnCpu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = head(10)
+    def forward(self, x): return self.head(x * MEAN)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("factories:two", "factories:two returns 2 logits for an image, and data set digits has 10 classes."),
+        ("factories:image", "Conv2d is no classifier: it does not return one row of logits for each image."),
+        ("factories:twelve", ""),
+        ("factories:OnCpu", ""),
+    ],
+)
+def test_outputs_that_are_not_the_classes(model: str, message: str, tmp_path: Path, monkeypatch) -> None:
+    """Mixed targets have as many classes as the model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    few = ["--data", "digits", "--train-num-samples", "32", "--val-num-samples", "16", "-b", "16", "--epochs", "1"]
+    code, _, error = invoke("train", model, *few, "--devices", "1", "--mixup", "0.5", "-o", "out")
+    assert (code, message in error) == (2 if message else 0, True), error
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s"])
+def test_classes_and_size_reach_models_that_pass_arguments_on(name: str) -> None:
+    source = sized(with_classes(ModelSource(name), 3), 64)
+    assert source.kwargs["num_classes"] == 3 and source.kwargs["img_size"] == 64
+    assert num_classes(source.build("meta"), (1, 3, 64, 64)) == 3
 
 
 @pytest.mark.parametrize(

@@ -263,9 +263,10 @@ def bench(
     families: Annotated[list[str] | None, typer.Argument(help="Families of timm to measure again.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds for each way to compile a model.")] = 200.0,
     folder: Annotated[Path, typer.Option(help="Folder of the results.")] = BENCHES,
+    rest: Annotated[bool, typer.Option("--rest", help="Measure other rows, against the whole model.")] = False,
 ) -> None:
     """Measure steps on this machine's GPU: autopar's, and those of the model under torch.compile."""
-    zoo_bench.measure(families or (), folder, limit)
+    zoo_bench.measure(families or (), folder, limit, rest)
 
 
 # -- the page ------------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def page_text(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     """The page with the matrix of today's cells."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    steps = [*zoo_bench.table(BENCHES)]
+    steps = [*zoo_bench.tables(BENCHES)]
     parts = [summary(found), "", *table(found), "", *([*steps, ""] if steps else [])]
     return "\n".join([before + BEGIN, "", *parts, END + after])
 

@@ -25,9 +25,10 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
     """Groups of all operations, numbered so that tensors go from lower to higher groups only.
 
     Operations are visited in execution order. An anchor opens a new group: it reads a weight, has FLOPs, or takes at
-    least `MIN_ANCHOR_SHARE` of all seconds. Any other operation joins the latest group that it reads from. Two kinds
-    of operations wait for their first reader: those that read no group yet (preprocessing of an input), and those that
-    depend on no input (constants, expanded weights). An inserted collective joins the group of its home.
+    least `MIN_ANCHOR_SHARE` of all seconds, and is no copy for the sake of layouts. Any other operation joins the
+    latest group that it reads from. Two kinds of operations wait for their first reader: those that read no group yet
+    (preprocessing of an input), and those that depend on no input (constants, expanded weights). An inserted collective
+    joins the group of its home.
 
     Args:
         seconds: forward and backward seconds of each operation.
@@ -42,7 +43,7 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
         pulled = tuple(waiting_sources(op, graph, waiting))
         sources = [assigned[p.name] for o in (op, *pulled) for p in producers(o, graph) if p.name in assigned]
         worth_a_cut = flops[op.name] > 0 or seconds[op.name] >= heavy or reads_weight(op, graph)
-        if op.name in fed and worth_a_cut:
+        if op.name in fed and worth_a_cut and not op.is_layout_copy:
             anchors.append(op)
             number = len(anchors) - 1
         elif sources and op.name in fed:

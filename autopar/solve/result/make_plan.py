@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.cost_graph import CostGraph
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, compressed
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import (
@@ -42,8 +42,8 @@ def make_plan(
 ) -> Plan:
     """The plan in which every group runs on its stage."""
     problem, priced, stage_of = decision.problem, decision.priced, decision.stage_of
-    ops, costs = setting.graph.ops, stage_costs(problem, stage_of)
-    found = op_ranges(setting.graph, problem.cost, stage_of)
+    ops, costs = setting.graph.as_traced.ops, stage_costs(problem, stage_of)
+    found = op_ranges(ops, problem.cost, stage_of)
     step = step_time(setting, problem, stage_of)
     ends = (*found.starts[1:], len(ops))
     sent = messages(problem, stage_of)
@@ -96,7 +96,7 @@ def make_plan(
         ),
         exceptions=found.exceptions,
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
-        strategies=compressed(priced.strategies, [op.name for op in ops]),
+        strategies=compressed(priced.strategies, [op.name for op in setting.graph.ops]),
         zero=decision.zero,
         blocks=priced.blocks(),
         alternatives=alternatives,
@@ -116,17 +116,17 @@ def recompute_level(problem: CutProblem, stage_of: Sequence[int], stage: int, be
     return count if 0 < count < len(segments) else "all" if below else "none"
 
 
-def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRanges:
+def op_ranges(ops: Sequence[Op], cost: CostGraph, stage_of: Sequence[int]) -> OpRanges:
     """The ranges of operations, one per stage, from which the fewest operations are excepted."""
     home = {op: stage_of[g] for g, group in enumerate(cost.groups) for op in group.ops}
-    stages, size = max(stage_of) + 1, len(graph.ops)
+    stages, size = max(stage_of) + 1, len(ops)
     # best[i]: most operations at home among the first i, if the stages so far end there; entered[s][i]: where s starts.
     best: list[float] = [0.0] + [float("-inf")] * size
     entered: list[list[int]] = []
     for s in range(stages):
         reached, starts = [float("-inf")] * (size + 1), [0] * (size + 1)
         running, start = float("-inf"), 0
-        for i, op in enumerate(graph.ops):
+        for i, op in enumerate(ops):
             if best[i] >= running:
                 running, start = best[i], i
             running += home[op.name] == s
@@ -138,6 +138,6 @@ def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRange
         bounds.append(starts[bounds[-1]])
     edges = tuple(reversed(bounds))
     exceptions = {
-        op.name: home[op.name] for s in range(stages) for op in graph.ops[edges[s] : edges[s + 1]] if home[op.name] != s
+        op.name: home[op.name] for s in range(stages) for op in ops[edges[s] : edges[s + 1]] if home[op.name] != s
     }
     return OpRanges(edges[:-1], exceptions)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.api.model_source import ModelSource
+from autopar.api.model_source import ModelSource, in_channels_last
 from autopar.api.options import RUN_SETTINGS, Options
 from autopar.errors import AutoparError, UsageError
 from autopar.runtime.launch.devices import Machine, this_machine
@@ -90,19 +90,21 @@ def machine_for(request: BenchRequest) -> Machine:
     return machine
 
 
-def num_classes(model: nn.Module, shape: tuple[int, ...]) -> int:
+def num_classes(model: nn.Module, shape: tuple[int, ...], channels_last: bool = False) -> int:
     """Number of classes: columns of the logits.
 
     Args:
         model: on the meta device.
         shape: of the images, with any batch.
+        channels_last: their memory format.
 
     Raises:
         UsageError: the model is not a classifier of images of this shape.
     """
     with torch.no_grad():
         try:
-            logits = model.eval()(torch.empty(1, *shape[1:], device="meta"))
+            images = torch.empty(1, *shape[1:], device="meta")
+            logits = model.eval()(in_channels_last(images) if channels_last else images)
         except AutoparError:
             raise
         except Exception as error:
@@ -112,7 +114,7 @@ def num_classes(model: nn.Module, shape: tuple[int, ...]) -> int:
             ) from error
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
         raise UsageError(
-            f"bench trains a classifier; {type(model).__name__} does not return one row of logits per image."
+            f"{type(model).__name__} is no classifier: it does not return one row of logits for each image."
         )
     return logits.shape[1]
 

@@ -37,9 +37,9 @@ class BenchFlags:
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Baselines to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor. By "
-            "default all, but uniform only if the plan has several stages, and dtensor only if it has tensor "
-            "parallelism.",
+            help="Baselines to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor; "
+            "plain:whole is plain with the whole model compiled, beside plain:blocks and plain:graphs. By default all, "
+            "but uniform only if the plan has several stages, and dtensor only if it has tensor parallelism.",
             metavar="NAME,…",
         ),
     ] = None

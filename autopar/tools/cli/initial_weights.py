@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.api.checkpoint import read_weights
 from autopar.api.model_source import ModelSource
@@ -159,8 +159,9 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, title: str, name: str
         UsageError: they are not the model's; names the first ones that differ.
     """
     own = model.state_dict()
-    common = [key for key in own if key in state]
+    common = [key for key in own if isinstance(state.get(key), Tensor)]
     faults = {
+        "no tensors there": [key for key in own if key in state and not isinstance(state[key], Tensor)],
         "of another shape": [
             f"{key} ({'×'.join(map(str, state[key].shape))}, the model's is {'×'.join(map(str, own[key].shape))})"
             for key in common

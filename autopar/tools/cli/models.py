@@ -71,7 +71,12 @@ def accepts(source: ModelSource, argument: str) -> bool:
     library, colon, _ = source.name.partition(":")
     if colon and library != "torchvision":
         return argument in inspect.signature(source.factory()).parameters
-    return argument in inspect.signature(type(source.build("meta")).__init__).parameters
+    for kind in type(source.build("meta")).__mro__:  # some classes pass arguments on as **kwargs
+        if "__init__" in vars(kind):
+            parameters = inspect.signature(kind.__init__).parameters
+            if argument in parameters or not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+                return argument in parameters
+    return False
 
 
 def named_plan(plan: Plan, source: ModelSource) -> Plan:

@@ -57,7 +57,10 @@ def train(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of weights, data split, shuffling and all other randomness.", metavar="N")
+        int,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Seed of weights, data split, shuffling and all other randomness.", metavar="N"
+        ),
     ] = 0,
     val_only: Annotated[
         bool,

@@ -145,7 +145,7 @@ class AugmentationFlags:
     ] = None
     aug_repeats: Annotated[
         float | None,
-        Option(min=1, help="Repeated augmentation: a batch has each of its images N times.", metavar="N"),
+        Option(min=1, max=1000, help="Repeated augmentation: a batch has each of its images N times.", metavar="N"),
     ] = None
 
     def augmentation(self, usual: Augmentation) -> Augmentation:
@@ -289,8 +289,8 @@ class RegularizationFlags:
     """Measures against overfitting."""
 
     smoothing: Annotated[float, Option(min=0, max=0.999, help="Label smoothing.", metavar="X")] = 0.0
-    mixup: Annotated[float, Option(min=0, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
-    cutmix: Annotated[float, Option(min=0, help="Alpha of CutMix; 0 is off.", metavar="X")] = 0.0
+    mixup: Annotated[float, Option(min=0, max=1000, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
+    cutmix: Annotated[float, Option(min=0, max=1000, help="Alpha of CutMix; 0 is off.", metavar="X")] = 0.0
     mixup_prob: Annotated[
         float | None,
         Option(min=0, max=1, help=f"Probability of mixing in an update; {MIXUP_PROB} by default.", metavar="P"),

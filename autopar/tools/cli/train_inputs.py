@@ -7,6 +7,8 @@ from typing import Any
 
 from autopar.api.model_source import ModelSource
 from autopar.errors import UsageError
+from autopar.ir.units import plural
+from autopar.tools.bench.request import num_classes
 from autopar.tools.cli.flags import BuildFlags, parse_kwargs
 from autopar.tools.cli.initial_weights import pretrained_arguments
 from autopar.tools.cli.models import size_argument, sized, with_classes
@@ -35,7 +37,36 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
     data = load_data(asked.data.data, wanted_images(asked, source, side))
     check_augmentation(data, asked.augmentation.augmentation(data.augmentation), asked.augmentation.aug_repeats or 1)
     source = with_classes(source, data.num_classes)
-    return source if side is None else sized(source, side), data
+    source = source if side is None else sized(source, side)
+    check_classes(data, num_outputs(source, data), source.name)
+    return source, data
+
+
+def num_outputs(source: ModelSource, data: Data) -> int:
+    """Number of logits for each image of the data; the data's classes if the model does not run on the meta device.
+
+    One that makes tensors on the CPU does not. Whether it takes the images at all, its trace says.
+
+    Raises:
+        UsageError: the model does not return one row of logits.
+    """
+    try:
+        return num_classes(source.build("meta"), (1, *data.form.shape), source.channels_last)
+    except UsageError as error:
+        if error.__cause__ is None:
+            raise
+        return data.num_classes
+
+
+def check_classes(data: Data, outputs: int, model: str) -> None:
+    """Raise a UsageError if the data has one class, or more than the model has outputs."""
+    if data.num_classes < 2:
+        raise UsageError(f"Data set {data.name} has images of one class, which leaves nothing to learn. Add others.")
+    if outputs < data.num_classes:
+        raise UsageError(
+            f"{model} returns {plural(outputs, 'logit')} for an image, and data set {data.name} has "
+            f"{data.num_classes} classes. Use a model with as many."
+        )
 
 
 def wanted_images(asked: Run, source: ModelSource, side: int | None) -> Wanted:

@@ -24,7 +24,7 @@ from autopar.tools.cli.initial_weights import check_weights_flags, start_model
 from autopar.tools.cli.models import named_plan
 from autopar.tools.cli.output import save_plan, show_plan
 from autopar.tools.cli.train_flags import EMA_DECAY
-from autopar.tools.cli.train_inputs import model_and_data, steps_per_epoch
+from autopar.tools.cli.train_inputs import model_and_data, num_outputs, steps_per_epoch
 from autopar.tools.cli.train_loader import (
     AUTO,
     CPU,
@@ -201,7 +201,7 @@ def training_images(asked: Run, pm: ParallelModel, source: ModelSource, data: Da
         seed=asked.seed,
         augmentation=asked.augmentation.augmentation(data.augmentation),
         grad_accum_steps=asked.optimizer.grad_accum_steps,
-        mixup=asked.mixup(data.num_classes),
+        mixup=asked.mixup(num_outputs(source, data)),
         num_workers=asked.workers,
         channels_last=source.channels_last,
         aug_repeats=asked.augmentation.aug_repeats or 1,

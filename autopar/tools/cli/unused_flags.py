@@ -56,7 +56,7 @@ RULES = (
 
 GROUPS = (OptimizerFlags, ScheduleFlags, RegularizationFlags, AugmentationFlags)
 OF_TRAINING = {field.name for group in GROUPS for field in fields(group)} - {"amp_dtype", "grad_accum_steps"} | {
-    "epochs", "checkpoint_steps", "keep", "output", "overwrite", "train_split", "train_num_samples",
+    "epochs", "checkpoint_steps", "keep", "output", "overwrite", "train_num_samples",
 }  # fmt: skip
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from autopar.ir.graph import Graph, Op, Ref, Value, refs, renamed
+from autopar.ir.graph import LAYOUT_COPY, Graph, Op, Ref, Value, refs, renamed
 from autopar.ops.gradient_layout import CHANNELS_LAST
+from autopar.ops.padded_convolution import has_padded_groups
 from autopar.ops.regions import CONVOLUTIONS, packet, region_starts, writes_into_value
-from autopar.ops.registry import meta_tensor, named_arguments, results_of
+from autopar.ops.registry import meta_tensor, named_arguments, results_of, returns_view
 from autopar.trace.fake import fake_tensors
 from autopar.trace.passes.rewrite import Expansion
 
@@ -56,16 +57,26 @@ def with_contiguous_results(graph: Graph, given: Graph) -> Graph:
 def gain_from_channels_last(graph: Graph) -> bool:
     """Whether torch.compile would move a graph's convolutions to channels last. Those of patches do not count.
 
-    It stays where an operation needs the layout that is given: one that reads memory as it lies, or writes into a view.
+    It would not for grouped ones, of which autopar pads those in 16 bits. It stays where an operation needs the layout
+    that is given: one that reads memory as it lies, or writes into a view; and where images are later written.
     """
     if any(op.target in FIXED_LAYOUTS or writes_into_value(op) for op in graph.ops):
         return False
+    written = written_memory(graph)
+    if any(memory_of(graph, image_of(op).name) in written for op in graph.ops if is_convolution(op)):
+        return False
     convolutions = [op for op in graph.ops if is_convolution(op) and not is_of_patches(graph, op)]
     shapes = [graph.readable[named_arguments(op)["weight"].name].shape for op in convolutions]
-    grouped = any(named_arguments(op)["groups"] > 1 and shape[1] > 1 for op, shape in zip(convolutions, shapes))
+    grouped = any(has_slow_groups(op, shape) for op, shape in zip(convolutions, shapes))
     narrowing = any(2 * shape[0] <= shape[1] and shape[2] > 1 for shape in shapes)
     small = all(max(shape[:2]) <= SMALL_CHANNELS for shape in shapes)
     return not (grouped or narrowing or small)
+
+
+def has_slow_groups(op: Op, weight: Sequence[int]) -> bool:
+    """Whether cuDNN is slow at a grouped convolution in channels last: not where autopar pads the groups."""
+    groups = named_arguments(op)["groups"]
+    return groups > 1 and weight[1] > 1 and not has_padded_groups(op, weight, groups)
 
 
 def is_convolution(op: Op) -> bool:
@@ -111,9 +122,23 @@ def transposed(graph: Graph) -> Iterator[tuple[int, Value]]:
         number += position in starts
         handed_on |= {name for name in op.reads if made_in.get(name, number) != number}
         made_in |= dict.fromkeys((value.name for value in op.outputs), number)
-    kept = handed_on - set(refs(graph.outputs))
+    written = written_memory(graph)
+    kept = {name for name in handed_on - {*refs(graph.outputs)} if memory_of(graph, name) not in written}
     for position, op in enumerate(graph.ops):
         yield from ((position, value) for value in op.outputs if value.name in kept and is_transposed(value))
+
+
+def written_memory(graph: Graph) -> frozenset[str]:
+    """Names of weights and values that operations write in place, directly or through views."""
+    values = (memory_of(graph, op.args[0].name) for op in graph.ops if writes_into_value(op))
+    return frozenset((*values, *(name for op in graph.ops for name in op.mutates)))
+
+
+def memory_of(graph: Graph, name: str) -> str:
+    """Name of the weight or value whose memory a value may be a view of."""
+    while (maker := graph.producer.get(name)) is not None and returns_view(maker):
+        name = maker.reads[0]
+    return name
 
 
 def is_transposed(value: Value) -> bool:
@@ -130,7 +155,7 @@ def with_copy(graph: Graph, position: int, value: Value, layout: torch.memory_fo
     """The graph with a copy of a value in some layout, which the operations from a position on read."""
     maker = graph.producer.get(value.name)
     copy = Expansion(maker or graph.ops[position], {value.name: value}, graph.readable)
-    name = copy.fresh(f"{value.name if maker is None else maker.name}.contiguous")
+    name = copy.fresh(f"{value.name if maker is None else maker.name}.{LAYOUT_COPY}")
     copy.append(name, "aten.contiguous.default", (Ref(value.name),), {"memory_format": layout})
     changed = {name: copy.values[name]}  # values whose layout is another than in the graph
     later: list[Op] = []
@@ -141,12 +166,14 @@ def with_copy(graph: Graph, position: int, value: Value, layout: torch.memory_fo
             op = restrided(op, [changed.get(read) or graph.readable[read] for read in op.reads])
             changed |= {v.name: v for v in op.outputs if v != graph.values[v.name]}
         later.append(op)
-    return replace(graph, ops=(*graph.ops[:position], *copy.ops, *later))
+    copies = (replace(op, traced="") for op in copy.ops)
+    return replace(graph, ops=(*graph.ops[:position], *copies, *later))
 
 
 def restrided(op: Op, read: Sequence[Value]) -> Op:
     """The operation with the layouts of its outputs that follow from those of the values that it reads."""
-    op = replace(op, target=ANY_LAYOUT.get(op.target, op.target))
+    if op.target in ANY_LAYOUT:
+        op = replace(op, target=ANY_LAYOUT[op.target], traced=op.target)
     with fake_tensors(read) as tensors:
         made = results_of(op, tensors)
     return replace(op, outputs=tuple(replace(v, stride=t.stride()) for v, t in zip(op.outputs, made, strict=True)))

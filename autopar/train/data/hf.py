@@ -155,7 +155,8 @@ def loaded(name: str, streaming: bool) -> Mapping[str, Any]:
     else:
         folder = Path(name)  # in full, since the library has loaders named like folders, such as parquet
         found = datasets.load_dataset(str(folder.resolve()) if folder.is_dir() else name, streaming=streaming)
-    return found if isinstance(found, Mapping) else {str(found.split or TRAINING_SPLIT): found}
+    splits = found if isinstance(found, Mapping) else {str(found.split or TRAINING_SPLIT): found}
+    return {split: rows.with_format(None) for split, rows in splits.items()}  # some are saved with torch's or numpy's
 
 
 def chosen(name: str, splits: Mapping[str, Any], flag: str, split: str) -> Any:
@@ -206,8 +207,15 @@ def columns_of(name: str, rows: Any, selection: Selection) -> Columns:
                 "not known. Give --num-classes if they are numbers from 0, or leave --streaming out."
             )
         return Columns(image, label, None, selection.num_classes)
-    values = rows.unique(label)
+    values = [value for value in rows.unique(label) if value is not None]
+    if not values:
+        raise UsageError(f"Column {label} of data set {name!r} has no class. Name another with --target-key.")
     if kind.dtype in STRINGS:
+        if selection.num_classes not in (None, len(values)):
+            raise UsageError(
+                f"--num-classes {selection.num_classes}: column {label} of data set {name!r} has "
+                f"{plural(len(values), 'class', 'es')} by name. Leave it out, or set the head by --model-kwargs."
+            )
         return Columns(image, label, {value: i for i, value in enumerate(sorted(values))}, len(values))
     return Columns(image, label, None, selection.num_classes or 1 + max(values))
 

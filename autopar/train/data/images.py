@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ import numpy as np
 
 from autopar.errors import UsageError
 from autopar.train.timm_optional import needed
+
+# What Pillow raises for broken files, by their place in it.
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError, struct.error, zlib.error)
 
 
 class Encoded(NamedTuple):
@@ -59,10 +64,11 @@ class Encoded(NamedTuple):
         """Context that turns errors of reading and of Pillow into a UsageError that names the image."""
         try:
             yield
-        except (OSError, SyntaxError, pillow().DecompressionBombError) as error:  # some broken files: SyntaxError
-            reason = str(error).split(" <_io.BytesIO")[0]
+        except (*BROKEN, pillow().DecompressionBombError) as error:
+            reason = str(error).split(" <_io.BytesIO")[0] or type(error).__name__
             raise UsageError(
-                f"Cannot read image {self.name}: {reason}. Replace it, or take it out of the data set."
+                f"Cannot read image {self.name}: {reason}. Replace it by another, after which a run can be resumed, or "
+                "take it out of the data set and start anew."
             ) from error
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.errors import UsageError
+from autopar.train.data.images import pillow
 from autopar.train.timm_optional import needed
 
 Transform = Callable[[Any], torch.Tensor]
@@ -169,7 +171,25 @@ def made_by_timm(purpose: str, form: Format, interpolation: str, **options: Any)
     """timm's transform to a format, with its tensors on the CPU."""
     create = needed("timm.data", purpose).create_transform
     with torch.device("cpu"):
-        return create(form.shape, interpolation=interpolation, mean=form.mean, std=form.std, **options)
+        made = create(form.shape, interpolation=interpolation, mean=form.mean, std=form.std, **options)
+    for op in augmentations(made):
+        if op.aug_fn.__name__ == "posterize":
+            op.aug_fn = posterize
+    return made
+
+
+def augmentations(transform: Any) -> Iterator[Any]:
+    """Operations of the RandAugment, AugMix or AutoAugment policies in timm's transform."""
+    for step in transform.transforms:
+        for ops in (getattr(step, "ops", ()), *getattr(step, "policy", ())):
+            yield from (op for op in ops if hasattr(op, "aug_fn"))
+
+
+def posterize(image: Any, bits: int, **unused: Any) -> Any:
+    """The image with so many bits in each channel. timm asks for 0, a black image, which Pillow 13 refuses."""
+    if bits >= 8:
+        return image
+    return image.point([value & (0xFF00 >> max(bits, 0)) & 0xFF for value in range(256)] * len(image.getbands()))
 
 
 @dataclass(frozen=True)
@@ -192,5 +212,16 @@ class Chain:
 
 
 def in_mode(image: Any, mode: str) -> Any:
-    """The PIL image in a mode; Pillow would copy one that is in it already."""
+    """The PIL image in a mode; Pillow would copy one that is in it already, and cut numbers of 16 bits at 255.
+
+    Raises:
+        UsageError: it has 32 bits in a channel, whose range is unknown.
+    """
+    if image.mode in ("I", "F"):
+        raise UsageError(
+            f"An image of {image.width}×{image.height} pixels has 32 bits in a channel (Pillow's mode {image.mode}), "
+            "and nothing says which number is white. Convert the images to 8 or 16 bits."
+        )
+    if image.mode.startswith("I;16"):
+        image = pillow().fromarray((np.asarray(image) // 257).astype(np.uint8))
     return image if image.mode == mode else image.convert(mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from autopar.errors import UsageError
@@ -61,8 +62,8 @@ class Wanted:
     selection: Selection = Selection()
 
     def __post_init__(self) -> None:
-        if self.std is not None and min(self.std) <= 0:
+        if self.std is not None and not all(0 < value < inf for value in self.std):
             text = " ".join(f"{value:g}" for value in self.std)
             raise UsageError(
-                f"The standard deviation of pixels is {text}; pixels are divided by it: it must be above 0."
+                f"The standard deviation of pixels is {text}; pixels are divided by it: it must be above 0, and finite."
             )

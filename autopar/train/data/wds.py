@@ -145,7 +145,10 @@ def expanded(pattern: str) -> tuple[str, ...]:
     Raises:
         UsageError: a file is missing.
     """
-    urls = library().shardlists.expand_urls(pattern)
+    try:
+        urls = library().shardlists.expand_urls(pattern)
+    except ValueError as error:
+        raise UsageError(f"Data set 'wds:{pattern}': {error}. Write braces such as {{000..127}}.") from error
     missing = [url for url in urls if is_local(url) and not Path(url).is_file()]
     if missing:
         others = f" ({len(missing)} of {plural(len(urls), 'shard')} are missing)" if len(urls) > 1 else ""
@@ -168,11 +171,16 @@ def indexed(urls: Sequence[str]) -> int | None:
         index = folder / INDEX
         if not index.is_file():
             return None
-        sizes = json.loads(index.read_text())
         names = [Path(url).name for url in urls if Path(url).parent == folder]
-        if any(name not in sizes for name in names):
-            return None
-        total += sum(int(sizes[name]) for name in names)
+        try:
+            sizes = json.loads(index.read_text())
+            if any(name not in sizes for name in names):
+                return None
+            total += sum(int(sizes[name]) for name in names)
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f'{index} does not map shards to numbers of images, as in {{"train-000.tar": 1000}}: {error}.'
+            ) from error
     return total
 
 
@@ -198,19 +206,24 @@ def scanned(urls: Sequence[str], label_keys: Sequence[str]) -> Scan:
         )
     samples, largest = 0, 0
     for url in urls:
+        found: dict[str, tuple[int, int]] = {}  # place of the suffix among the wanted ones, and class, of each sample
         try:
             with tarfile.open(url) as file:
                 for entry in file:
-                    suffix = Path(entry.name).name.partition(".")[2].lower()
-                    if entry.isreg() and suffix in label_keys:
+                    stem, _, suffix = Path(entry.name).name.partition(".")
+                    key = entry.name.rpartition("/")[0] + "/" + stem
+                    if entry.isreg() and suffix.lower() in label_keys:
+                        place = label_keys.index(suffix.lower())
                         content = file.extractfile(entry)
                         text = content.read() if content is not None else b""
-                        samples += 1
-                        largest = max(largest, int(text) if text.strip().isdigit() else 0)
+                        labelled = place, int(text) if text.strip().isdigit() else 0
+                        found[key] = min(found.get(key, labelled), labelled)
         except (OSError, tarfile.TarError, EOFError) as error:
             raise UsageError(
                 f"Cannot read shard {url}: {type(error).__name__}: {error}. Write it again, or leave it out."
             ) from error
+        samples += len(found)
+        largest = max((largest, *(number for _, number in found.values())))
     if not samples:
         raise UsageError(
             f"The {plural(len(urls), 'shard')} from {urls[0]} on have no entry with a suffix "

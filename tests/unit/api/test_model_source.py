@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from autopar import UsageError
-from autopar.api.model_source import ModelSource
+from autopar.api.model_source import ModelSource, default_input_shape
 
 
 class Tied(nn.Module):
@@ -75,16 +77,44 @@ def test_regnets_of_torchvision_are_built_by_name() -> None:
 @pytest.mark.parametrize(
     ("factory", "first", "second"),
     [
-        ("registering", r"ValueError: depth must be even\.", r"ValueError: the name is taken\."),
+        ("registering", "ValueError: depth must be even", "ValueError: the name is taken"),
         (
             "reading",
-            r"RuntimeError: Tensor\.item\(\) cannot be called on meta tensors\.",
-            r"ValueError: no such rate: 0\.5\.",
+            r"RuntimeError: Tensor\.item\(\) cannot be called on meta tensors",
+            r"ValueError: no such rate: 0\.5",
         ),
-        ("refusing", "ValueError: no such depth.", None),
+        ("refusing", "ValueError: no such depth", None),
     ],
 )
 def test_two_different_errors_of_a_factory_are_both_shown(factory: str, first: str, second: str | None) -> None:
-    again = "" if second is None else rf" A second call, with all but the parameters on the CPU, failed: {second}"
-    with pytest.raises(UsageError, match=rf"{factory}\(\) failed: {first}{again}$"):
+    place = rf" at .*test_model_source\.py:\d+, in {factory}: `.*`\."
+    again = rf" A second call, with all but the parameters on the CPU, failed: {second}{place}" if second else ""
+    with pytest.raises(UsageError, match=rf"{factory}\(\) failed: {first}{place}{again}$"):
         ModelSource(f"{__name__}:{factory}").build("meta")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def make(:", r"SyntaxError: invalid syntax \(broken_model\.py, line 1\)"),
+        (
+            "import torch\ntorch.Unknown",
+            r"AttributeError: .* at .*broken_model\.py:2, in <module>: `torch\.Unknown`\.$",
+        ),
+    ],
+)
+def test_a_module_that_fails_is_named_with_its_line(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=rf"Cannot import 'broken_model' of model 'broken_model:make': {message}"):
+        ModelSource("broken_model:make").build("meta")
+    with pytest.raises(UsageError, match="Model ':make' names no module"):
+        ModelSource(":make").build("meta")
+
+
+def test_inputs_of_video_models_are_asked_for() -> None:
+    model = ModelSource("torchvision:r3d_18").build("meta")
+    with pytest.raises(UsageError, match="Cannot derive the inputs of VideoResNet"):
+        default_input_shape(model, 8)

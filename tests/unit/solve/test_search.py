@@ -82,7 +82,7 @@ def test_a_plan_survives_its_file_and_reproduces_the_assignment(
 def test_ranges_leave_the_fewest_exceptions(home: list[int]) -> None:
     graph = graph_of([op(f"op{i}", ["x"]) for i in range(len(home))])
     cost = priced(graph, [[i] for i in range(len(home))], [1.0] * len(home), 1)
-    found = op_ranges(graph, cost, (*home, 2))
+    found = op_ranges(graph.ops, cost, (*home, 2))
     ends = (*found.starts[1:], len(home))
     rebuilt = [sum(i >= e for e in ends) for i in range(len(home))]
     assert [found.exceptions.get(f"op{i}", s) for i, s in enumerate(rebuilt)] == home

@@ -97,6 +97,16 @@ def test_baselines_depend_on_the_mesh() -> None:
     assert names(Mesh(2), ("fsdp2", "dtensor", "autopar"), ("autopar",)) == ["fsdp2", "dtensor"]
 
 
+def test_ways_to_compile_are_chosen() -> None:
+    compiled, eager = (field_of(Mesh(1, 1, 2), compile=compile, on_gpu=True) for compile in (True, False))
+    plain, autopar, ddp = choose(("plain:whole", "plain:graphs", "ddp", "autopar"), (), compiled)
+    assert (plain.name, autopar.name, ddp.name) == ("plain", "autopar", "ddp")
+    assert [v.settings["compile"] for v in plain.variants(compiled)] == ["whole", "graphs"]
+    assert [v.settings["compile"] for v in ddp.variants(compiled)] == ["blocks", "whole"]
+    with pytest.raises(NotExpressible, match="this run does not compile it so: graphs, whole"):
+        plain.variants(eager)
+
+
 def test_variants() -> None:
     def labels(name: str, field: BenchContext) -> list[str]:
         return [variant.label for variant in BASELINES[name].variants(field) if variant.reason is None]

@@ -81,6 +81,11 @@ def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--only", "fdsp2"], r"--only fdsp2: there is no such baseline. Did you mean fsdp2\? Known: plain, single"),
         (["--skip", "ddp,megatron"], "--skip megatron: there is no such baseline. Known: plain"),
+        (
+            ["--only", "plain:fast"],
+            r"--only plain:fast: there is no such variant. --only takes plain:blocks, plain:who",
+        ),
+        (["--skip", "plain:whole"], r"--skip plain:whole: there is no such variant. --only takes plain:blocks, plain:"),
         (["--only", "ddp", "--skip", "ddp"], "--only ddp --skip ddp leaves nothing to measure"),
         (["--skip", ",".join(BASELINES)], "error: --skip plain,single.* leaves nothing to measure"),
         (["--only", ""], "--only '' names no baseline. Write names such as ddp,fsdp2"),

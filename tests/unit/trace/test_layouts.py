@@ -10,9 +10,10 @@ from torch import nn
 
 from autopar.ir.graph import Graph, refs
 from autopar.ops.regions import region_starts
+from autopar.sharding.batch_join import ROWS, joins
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
-from autopar.trace.passes.layouts import is_transposed
+from autopar.trace.passes.layouts import is_transposed, memory_of
 
 
 class Blocks(nn.Module):
@@ -57,7 +58,7 @@ def handed_on(graph: Graph) -> list[str]:
 def test_tokens_of_a_convolution_are_copied_once() -> None:
     graph = lowered(Blocks("tokens"))
     copies = [op.name for op in graph.ops if op.target == "aten.contiguous.default"]
-    assert copies == ["transpose.contiguous"]
+    assert copies == ["transpose.layout"]
     names = handed_on(graph)
     assert len(names) >= 3 and all(graph.values[name].stride == (256, 16, 1) for name in names)
 
@@ -65,7 +66,7 @@ def test_tokens_of_a_convolution_are_copied_once() -> None:
 @pytest.mark.parametrize("kind", ["images", "images last", "strided"])
 def test_other_layouts_stay(kind: str) -> None:
     graph = lowered(Blocks(kind))
-    assert not any(op.name.endswith(".contiguous") and op.module for op in graph.ops)
+    assert not any(op.name.endswith(".layout") and op.module for op in graph.ops)
     assert any(is_transposed(value) for value in graph.values.values()) == (kind == "strided")
 
 
@@ -94,18 +95,56 @@ def layouts(graph: Graph) -> dict[str, bool]:
 def test_images_are_copied_to_channels_last_where_convolutions_read_others() -> None:
     before, graph = lowered(Images()), lowered(Images(), channels_last=True)
     added = {op.name: op.reads for op in graph.ops if op.name not in {op.name for op in before.ops}}
-    assert added == {"x.contiguous": ("x",), "view_1.contiguous": ("view_1",)}
+    assert added == {"x.layout": ("x",), "view_1.layout": ("view_1",)}
     assert not any(layouts(before).values())
     assert [name for name, last in layouts(graph).items() if not last] == ["x", "view_1"]
     assert {op.target for op in graph.ops if "view" in op.name} >= {"aten.reshape.default"}
     x = torch.randn(2, 3, 16, 16).contiguous(memory_format=torch.channels_last)
-    assert "x.contiguous" not in {op.name for op in lowered(Images(), True, x).ops}
+    assert "x.layout" not in {op.name for op in lowered(Images(), True, x).ops}
 
 
 def test_results_keep_their_layout() -> None:
     before, graph = (lowered(Images(dense=True), last) for last in (False, True))
     (name,), (given,) = refs(graph.outputs), refs(before.outputs)
-    assert (name, given) == ("add.contiguous", "add") and graph.values[name].stride == before.values[given].stride
+    assert (name, given) == ("add.layout", "add") and graph.values[name].stride == before.values[given].stride
+
+
+def test_what_plans_rely_on_is_independent_of_layouts() -> None:
+    """And of the batch, which decides on layouts where a dim has one element."""
+    x = torch.randn(2, 3, 16, 16)
+    given = (x, x.contiguous(memory_format=torch.channels_last), x[:1])
+    plain, *graphs = lowered(Images(dense=True), x=x), *(lowered(Images(dense=True), True, x) for x in given)
+    assert len({len(graph.ops) for graph in graphs}) > 1
+    for graph in graphs:
+        assert graph.fingerprint == plain.fingerprint
+        assert [op.reads for op in graph.as_traced.ops] == [op.reads for op in plain.ops]
+        assert graph.as_traced.outputs == plain.outputs
+    found = joins(graphs[0], graphs[2])
+    assert {name: found[name] for name in refs(graphs[0].outputs)} == {"add.layout": ROWS}
+
+
+class Updated(Images):
+    """Images, and what a view of a buffer shows before and after its update."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.transposed, self.memory = transposed, nn.Buffer(torch.randn(4, 3, 16, 16))
+        self.between = nn.Sequential(*[nn.Linear(16, 16), nn.GELU()] * 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.memory.transpose(2, 3)[:1] if self.transposed else self.memory[:1]
+        for number, layer in enumerate(self.between):
+            x = layer(x) + (view if self.transposed else self.stem(view).mean())
+            if number == 3:
+                self.memory.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_memory_that_is_updated_is_not_copied(transposed: bool) -> None:
+    graph = lowered(Updated(transposed), channels_last=not transposed)
+    assert any(op.mutates for op in graph.ops)
+    assert not any(op.is_layout_copy and "memory" in memory_of(graph, op.reads[0]) for op in graph.ops)
 
 
 @pytest.mark.parametrize(

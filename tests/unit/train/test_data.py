@@ -19,15 +19,24 @@ import numpy as np
 import pytest
 import timm.data
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from support.training import indexed, same
+from timm.data.auto_augment import posterize as timm_posterize
 from torch.utils.data import DataLoader
 from torchvision import datasets
 
 from autopar.errors import UsageError
 from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data, num_images
 from autopar.train.data.loader import Batch, IgnoreSignals, PartLoader
-from autopar.train.data.transforms import Format, evaluation_transform, training_transform
+from autopar.train.data.transforms import (
+    Format,
+    augmentations,
+    evaluation_transform,
+    in_mode,
+    posterize,
+    training_transform,
+)
 
 CLASSES = 10
 
@@ -217,6 +226,16 @@ def test_an_image_that_cannot_be_read_is_named(workers: int, tmp_path: Path):
         tensors(load_data("imagefolder", Wanted(16, folder=tmp_path)), workers=workers)
 
 
+def test_an_image_that_pillow_refuses_is_named(tmp_path: Path) -> None:
+    """With a ValueError: here for a text of more than a megabyte, decompressed."""
+    write_folder(tmp_path, {"train/cat": 4, "val/cat": 1})
+    texts = PngInfo()
+    texts.add_text("Comment", "x" * 2_000_000, zip=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "cat" / "2.png", pnginfo=texts)
+    with pytest.raises(UsageError, match=r"^Cannot read image 2 of 4, .*cat/2\.png: Decompressed data too large"):
+        tensors(load_data("imagefolder", Wanted(16, folder=tmp_path)))
+
+
 def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     real = importlib.import_module
 
@@ -354,6 +373,32 @@ def test_every_policy_of_timm(policy: str):
         (batch,) = PartLoader(data.train, sampler, training_transform(form, augmentation), form, random_seed=1).epoch(1)
         (again,) = PartLoader(data.train, sampler, training_transform(form, augmentation), form, random_seed=1).epoch(1)
         assert torch.equal(batch.x, again.x) and batch.x.isfinite().all() and batch.x.std() > 0.1
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "augmix-m5-w4-d2", "v0"])
+def test_policies_posterize_to_no_bits(policy: str) -> None:
+    """As to Pillow before 13: the image is black."""
+    form = Format(3, 24, (0.5,) * 3, (0.25,) * 3, "bicubic")
+    found = [*augmentations(training_transform(form, Augmentation(aa=policy)).transforms[0])]
+    assert posterize in [op.aug_fn for op in found] and not [op for op in found if op.aug_fn is timm_posterize]
+    image = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    for bits in range(1, 9):
+        assert posterize(image, bits) == ImageOps.posterize(image, bits)
+    assert posterize(image, 0).getextrema() == posterize(image, -2).getextrema() == ((0, 0),) * 3
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("kind", ["<u2", ">u2"])
+def test_images_of_16_bits_are_scaled(kind: str, mode: str) -> None:
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8)
+    image = Image.frombytes("I;16" if kind[0] == "<" else "I;16B", (8, 8), ramp.astype(kind).tobytes())
+    assert np.array_equal(np.asarray(in_mode(image, mode).convert("L")), ramp.astype(np.uint16) // 257)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_images_of_32_bits_are_refused(mode: str) -> None:
+    with pytest.raises(UsageError, match=rf"8×4 pixels has 32 bits in a channel \(Pillow's mode {mode}\), and nothing"):
+        in_mode(Image.new(mode, (8, 4)), "RGB")
 
 
 def test_what_is_wanted_wins_over_what_is_usual():

@@ -270,6 +270,7 @@ WDS, VAL = "wds:{}/shards/train-{{0..3}}.tar", "{}/shards/validation-0.tar"
     [
         (WDS, Selection(), {}, "needs the shards of the test images: --val-split 'shards/val-{00..07}.tar'."),
         ("wds:{}/train-{{0..3}}.tar", Selection(val_split=VAL), {}, "(4 of 4 shards are missing). Write a pattern"),
+        ("wds:{}/train-{{0..3.tar", Selection(val_split=VAL), {}, "Write braces such as {000..127}."),
         (WDS, Selection(val_split=VAL, streaming=True), {}, "is always streamed. Leave --streaming out."),
         (
             WDS,
@@ -338,6 +339,48 @@ def test_an_index_tells_the_number_of_images(saved: Path, tmp_path: Path) -> Non
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
     data = load("wds:{}/train-{{0..3}}.tar", tmp_path, Selection(val_split="{}/validation-0.tar"))
     assert (num_images(data.train), num_images(data.test)) == (24, 5)
+
+
+@pytest.mark.parametrize("text", ["[6]", '{"train-0.tar"', '{"train-0.tar": "six"}', '{"train-0.tar": null}'])
+def test_an_index_that_is_none(text: str, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "train-0.tar").symlink_to(saved / "shards" / "train-0.tar")
+    (tmp_path / "sizes.json").write_text(text)
+    name = "wds:{}/train-0.tar"
+    if text == "[6]":
+        assert num_images(load(name, tmp_path, Selection(val_split=VAL.format(saved))).train) == 6
+        return
+    with pytest.raises(UsageError, match=r"sizes\.json does not map shards to numbers of images, as in"):
+        load(name, tmp_path, Selection(val_split=VAL.format(saved)))
+
+
+def test_samples_with_several_classes_are_counted_once(saved: Path, tmp_path: Path) -> None:
+    """By the first of the suffixes that they have."""
+    with TarWriter(str(tmp_path / "twice.tar")) as writer:
+        for i in range(12):
+            writer.write({"__key__": f"{i:03}", "png": png(i), "txt": str(9), "cls": str(i % 3)})
+    data = load(f"wds:{tmp_path}/twice.tar", saved, Selection(val_split=VAL, target_key="cls;txt"))
+    assert (num_images(data.train), data.num_classes) == (12, 3)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_format_that_was_saved_is_not_used(kind: str, saved: Path, tmp_path: Path) -> None:
+    rows = datasets.load_from_disk(str(saved / "saved")).with_format(kind)
+    rows.save_to_disk(tmp_path / "saved")
+    for selection in (Selection(), Selection(streaming=True)):
+        theirs, ours = (load("hf:{}/saved", root, selection) for root in (saved, tmp_path))
+        assert same(batches(theirs), batches(ours))
+
+
+@pytest.mark.parametrize("labels", [[0, None, 1], ["cat", None, "dog"]])
+def test_images_without_a_class_are_named(labels: list[Any], tmp_path: Path) -> None:
+    given = datasets.Dataset.from_dict({"image": [picture(i) for i in range(3)], "label": labels})
+    rows = given.cast_column("image", datasets.Image())
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UsageError, match=r"saved\[1\] is of class None, which is none of 2 classes"):
+        load("hf:{}/saved", tmp_path, Selection())
+    if "cat" in labels:
+        with pytest.raises(UsageError, match=r"--num-classes 9: column label of data set .* has 2 classes by name"):
+            load("hf:{}/saved", tmp_path, Selection(num_classes=9))
 
 
 def test_more_test_images_than_there_are(saved: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -237,21 +237,48 @@ BASELINES: Mapping[str, Baseline] = {
 }  # fmt: skip
 
 
+# How torch.compile may be used in a baseline; their variants differ in nothing else.
+WAYS: Mapping[str, Sequence[str]] = {"plain": ("blocks", "whole", "graphs"), "ddp": ("blocks", "whole")}
+
+
 def choose(only: Sequence[str], skip: Sequence[str], context: BenchContext) -> list[Baseline]:
-    """The baselines that take part, in order.
+    """The baselines that take part, in order; some only as far as torch.compile is used in a given way.
 
     Raises:
         UsageError: there are none, or --microbatch-sizes was given and none of them has microbatch sizes.
     """
+    ways = ways_by_name(only)
     baselines = [
-        b for b in BASELINES.values() if (b.name in only if only else b.by_default(context)) and b.name not in skip
-    ]  # fmt: skip
+        in_ways(b, ways.get(b.name, frozenset()))
+        for b in BASELINES.values()
+        if (b.name in ways if only else b.by_default(context)) and b.name not in skip
+    ]
     if not baselines:
         raise nothing_left(only, skip)
     if context.microbatch_sizes and not any(b.sized for b in baselines):
         names = " or ".join(b.name for b in BASELINES.values() if b.sized)
         raise UsageError(f"--microbatch-sizes is for {names}, and neither takes part: leave it out.")
     return baselines
+
+
+def ways_by_name(only: Sequence[str]) -> Mapping[str, frozenset[str]]:
+    """Ways of torch.compile by name of baseline, from names such as ``plain:whole``; empty if a name has none."""
+    pairs = [(name, way) for name, _, way in (entry.partition(":") for entry in only)]
+    return {name: frozenset(way for other, way in pairs if other == name and way) for name, _ in pairs}
+
+
+def in_ways(baseline: Baseline, ways: frozenset[str]) -> Baseline:
+    """The baseline with the variants that use torch.compile in one of the given ways; all of them if none is given."""
+    if not ways:
+        return baseline
+
+    def variants(context: BenchContext) -> Sequence[BaselineVariant]:
+        found = [v for v in baseline.variants(context) if v.settings["compile"] in ways]
+        if not found:
+            raise NotExpressible(f"this run does not compile it so: {', '.join(sorted(ways))}")
+        return found
+
+    return replace(baseline, variants=variants)
 
 
 def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
@@ -261,11 +288,15 @@ def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
         UsageError: a name is unknown, or no baseline would be left.
     """
     for flag, names in (("--only", only), ("--skip", skip)):
-        for name in names:
+        for entry in names:
+            name, colon, way = entry.partition(":")
             if name not in BASELINES:
                 hint = suggest(name, BASELINES)
                 raise UsageError(f"{flag} {name}: there is no such baseline.{hint} Known: {', '.join(BASELINES)}.")
-    if not set(only or BASELINES) - set(skip):
+            if colon and (flag == "--skip" or way not in WAYS.get(name, ())):
+                known = ", ".join(f"{name}:{way}" for name, ways in WAYS.items() for way in ways)
+                raise UsageError(f"{flag} {entry}: there is no such variant. --only takes {known}.")
+    if not set(ways_by_name(only) if only else BASELINES) - set(skip):
         raise nothing_left(only, skip)
 
 
