@@ -27,6 +27,7 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from autopar.codegen.activation_checkpoint import Segment
+from autopar.codegen.buffer_layouts import likely_layouts
 from autopar.codegen.regions import numbered_ops, with_random_arguments
 from autopar.ir.graph import Op, Value
 from autopar.ops.gradient_layout import CHANNELS_LAST
@@ -113,8 +114,6 @@ def inductor(module: fx.GraphModule, arguments: Sequence[Tensor], options: dict[
     `torch._inductor.compile` is documented for graphs from elsewhere, though not public (torch 2.11 to 2.15).
     """
     from torch import _inductor
-
-    from autopar.codegen.buffer_layouts import likely_layouts
 
     with likely_layouts():
         return _inductor.compile(module, list(arguments), options=options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.plan_parts import PlanView
 
 
@@ -31,17 +31,16 @@ def stage_of_ops(plan: PlanView, graph: Graph) -> Mapping[str, int]:
 
 def stages_of_copies(stage_of: Mapping[str, int], graph: Graph) -> Mapping[str, int]:
     """Stages of copies for the sake of layouts: where what they read is made, or else where it is read first."""
-    found: dict[str, int] = {}
-    for op in graph.ops:
-        if op.is_layout_copy:
-            maker = next((graph.producer[read] for read in op.reads if read in graph.producer), None)
-            if maker is not None:
-                found[op.name] = stage_of.get(maker.name, found.get(maker.name, 0))
-    for op in reversed(graph.ops):
-        if op.is_layout_copy and op.name not in found:
-            readers = (reader.name for reader in graph.ops if op.outputs[0].name in reader.reads)
-            found[op.name] = min((stage_of.get(name, found.get(name, 0)) for name in readers), default=0)
-    return found
+
+    def stage(op: Op) -> int:
+        if op.name in stage_of:
+            return stage_of[op.name]
+        if (maker := graph.producer.get(op.reads[0])) is not None:
+            return stage(maker)
+        readers = (reader for reader in graph.ops if op.outputs[0].name in reader.reads)
+        return min(stage_of[reader.name] for reader in readers if reader.name in stage_of)
+
+    return {op.name: stage(op) for op in graph.ops if op.is_layout_copy}
 
 
 def check_model(plan: PlanView, graph: Graph) -> None:

@@ -21,7 +21,7 @@ import autopar.ops.gradient_layout
 import autopar.ops.padded_convolution
 import autopar.ops.patch_embed
 import autopar.ops.wgrad_accumulation  # noqa: F401  (these define operators of torch.ops.autopar)
-from autopar.ir.graph import LocalDevice, Op, Ref, Value, dtype_name
+from autopar.ir.graph import Graph, LocalDevice, Op, Ref, Value, dtype_name
 
 META = torch.device("meta")
 
@@ -42,6 +42,13 @@ def named_arguments(op: Op) -> dict[str, Any]:
 def returns_view(op: Op) -> bool:
     """Whether the result of an operation may share memory with its first argument."""
     return any(result.alias_info is not None for result in operator(op.target)._schema.returns)
+
+
+def memory_of(graph: Graph, name: str) -> str:
+    """Name of the weight or value whose memory a value may be a view of."""
+    while (maker := graph.producer.get(name)) is not None and returns_view(maker):
+        name = maker.reads[0]
+    return name
 
 
 # -- without data ---------------------------------------------------------------------------------------------------

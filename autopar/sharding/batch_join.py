@@ -20,7 +20,7 @@ import torch
 
 from autopar.ir.graph import Graph, Op, Ref, Value, refs
 from autopar.ir.layout import TP, Layout, Split
-from autopar.ops.registry import named_arguments, operator, returns_view
+from autopar.ops.registry import memory_of, named_arguments, operator, returns_view
 from autopar.sharding.lookup import key_of, rule_of
 from autopar.sharding.rule import factor_layout, factor_of, has_letter, label_of_layout
 from autopar.sharding.table import DRAWN, RESHAPES
@@ -186,14 +186,9 @@ class JoinAnalysis:
             after = join if join.kind == "unknown" else after
         sharing = {name for names in self.whole.colocated if op.name in names for name in names}
         lost = {value.name for o in self.whole.ops if o.name in sharing and returns_view(o) for value in o.outputs}
-        lost |= {*map(self.memory, refs(op.args[0])), *op.mutates} - set(op.mutates if training else ())
+        written = {memory_of(self.whole, name) for name in refs(op.args[0])}
+        lost |= {*written, *op.mutates} - set(op.mutates if training else ())
         self.joins |= dict.fromkeys(lost & self.joins.keys(), after)
-
-    def memory(self, name: str) -> str:
-        """Name of the value or weight that a value is a view of."""
-        while name in self.whole.producer and returns_view(self.whole.producer[name]):
-            name = self.whole.producer[name].args[0].name
-        return name
 
     # -- one operation ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What torch.export leaves out: hooks on gradients, ``no_grad`` in autocast regions, assignments to a tensor's data."""
+"""Hooks on gradients, ``no_grad`` in autocast regions and writes to ``tensor.data``, which torch.export leaves out."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, title: str, name: str
     own = model.state_dict()
     common = [key for key in own if isinstance(state.get(key), Tensor)]
     faults = {
-        "no tensors there": [key for key in own if key in state and not isinstance(state[key], Tensor)],
+        "held as something else": [key for key in own if key in state and not isinstance(state[key], Tensor)],
         "of another shape": [
             f"{key} ({'×'.join(map(str, state[key].shape))}, the model's is {'×'.join(map(str, own[key].shape))})"
             for key in common

@@ -20,8 +20,8 @@ from autopar.train.data.mixup import check_even
 OWN_SIDE = 32  # of the images of `OF_OWN_SIZE`
 
 
-def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
-    """Model with the data's number of classes, and data in the model's image size.
+def model_and_data(asked: Run) -> tuple[ModelSource, Data, int]:
+    """Model with the data's number of classes, data in the model's image size, and the model's number of logits.
 
     Raises:
         UsageError: flags contradict each other, or there is no such data.
@@ -38,8 +38,9 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
     check_augmentation(data, asked.augmentation.augmentation(data.augmentation), asked.augmentation.aug_repeats or 1)
     source = with_classes(source, data.num_classes)
     source = source if side is None else sized(source, side)
-    check_classes(data, num_outputs(source, data), source.name)
-    return source, data
+    outputs = num_outputs(source, data)
+    check_classes(data, outputs, source.name)
+    return source, data, outputs
 
 
 def num_outputs(source: ModelSource, data: Data) -> int:

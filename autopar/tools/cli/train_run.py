@@ -24,7 +24,7 @@ from autopar.tools.cli.initial_weights import check_weights_flags, start_model
 from autopar.tools.cli.models import named_plan
 from autopar.tools.cli.output import save_plan, show_plan
 from autopar.tools.cli.train_flags import EMA_DECAY
-from autopar.tools.cli.train_inputs import model_and_data, num_outputs, steps_per_epoch
+from autopar.tools.cli.train_inputs import model_and_data, steps_per_epoch
 from autopar.tools.cli.train_loader import (
     AUTO,
     CPU,
@@ -45,6 +45,7 @@ from autopar.train import (
     Checkpoints,
     Data,
     JsonLog,
+    Mixup,
     PartLoader,
     ProgressBar,
     TensorBoard,
@@ -87,7 +88,7 @@ def run(asked: Run) -> None:
 def validate(asked: Run) -> None:
     """Evaluate the model that training would start from, and print its metrics."""
     devices = number_of_devices(asked)
-    source, data = model_and_data(asked)
+    source, data, _ = model_and_data(asked)
     loader = possible_loader(asked, data)
     show_images(data)
     model, example = start_model(asked, source), example_of(asked, source, data)
@@ -107,8 +108,8 @@ def run_to_the_end(asked: Run) -> None:
     """As `run`, but SIGTERM outside of the training loop kills the process."""
     checkpoint = resumed_checkpoint(asked.folder, asked.resume, asked.overwrite)
     devices = number_of_devices(asked)
-    source, data = model_and_data(asked)
-    loader = possible_loader(asked, data)
+    source, data, outputs = model_and_data(asked)
+    loader, mixup = possible_loader(asked, data), asked.mixup(outputs)
     show_images(data)
     steps = steps_per_epoch(asked, data)
     if checkpoint is not None:
@@ -124,9 +125,9 @@ def run_to_the_end(asked: Run) -> None:
         make_folder(asked.folder)
     with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
         if loader == AUTO:
-            make = partial(training_images, asked, pm, source, data)
+            make = partial(training_images, asked, pm, source, data, mixup)
             loader = faster_loader(pm, make, asked.workers)
-        trainer = trainer_of(asked, pm, source, data, loader)
+        trainer = trainer_of(asked, pm, source, data, mixup, loader)
         if checkpoint is not None:
             trainer.resume(checkpoint)
         if asked.overwrite:  # as late as possible: every check has passed
@@ -192,7 +193,9 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
     return arguments
 
 
-def training_images(asked: Run, pm: ParallelModel, source: ModelSource, data: Data, decode_on_gpu: bool) -> PartLoader:
+def training_images(
+    asked: Run, pm: ParallelModel, source: ModelSource, data: Data, mixup: Mixup | None, decode_on_gpu: bool
+) -> PartLoader:
     """Loader of training images, which the GPU decodes or not."""
     return training_loader(
         pm,
@@ -201,7 +204,7 @@ def training_images(asked: Run, pm: ParallelModel, source: ModelSource, data: Da
         seed=asked.seed,
         augmentation=asked.augmentation.augmentation(data.augmentation),
         grad_accum_steps=asked.optimizer.grad_accum_steps,
-        mixup=asked.mixup(num_outputs(source, data)),
+        mixup=mixup,
         num_workers=asked.workers,
         channels_last=source.channels_last,
         aug_repeats=asked.augmentation.aug_repeats or 1,
@@ -209,14 +212,16 @@ def training_images(asked: Run, pm: ParallelModel, source: ModelSource, data: Da
     )
 
 
-def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data, loader: str) -> Trainer:
+def trainer_of(
+    asked: Run, pm: ParallelModel, source: ModelSource, data: Data, mixup: Mixup | None, loader: str
+) -> Trainer:
     """Trainer with the callbacks that write and show the command's results; ``loader`` is cpu or gpu."""
     folder, decode_on_gpu = asked.folder, loader == GPU
     saving = Checkpoints(folder, asked.checkpoint_steps, asked.keep)
     writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), saving)
     return Trainer(
         pm,
-        training_images(asked, pm, source, data, decode_on_gpu),
+        training_images(asked, pm, source, data, mixup, decode_on_gpu),
         evaluation_loader(data, asked.at_once, pm, asked.workers, source.channels_last, decode_on_gpu),
         epochs=asked.epochs,
         grad_accum_steps=asked.optimizer.grad_accum_steps,

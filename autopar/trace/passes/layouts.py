@@ -11,7 +11,7 @@ from autopar.ir.graph import LAYOUT_COPY, Graph, Op, Ref, Value, refs, renamed
 from autopar.ops.gradient_layout import CHANNELS_LAST
 from autopar.ops.padded_convolution import has_padded_groups
 from autopar.ops.regions import CONVOLUTIONS, packet, region_starts, writes_into_value
-from autopar.ops.registry import meta_tensor, named_arguments, results_of, returns_view
+from autopar.ops.registry import memory_of, meta_tensor, named_arguments, results_of
 from autopar.trace.fake import fake_tensors
 from autopar.trace.passes.rewrite import Expansion
 
@@ -132,13 +132,6 @@ def written_memory(graph: Graph) -> frozenset[str]:
     """Names of weights and values that operations write in place, directly or through views."""
     values = (memory_of(graph, op.args[0].name) for op in graph.ops if writes_into_value(op))
     return frozenset((*values, *(name for op in graph.ops for name in op.mutates)))
-
-
-def memory_of(graph: Graph, name: str) -> str:
-    """Name of the weight or value whose memory a value may be a view of."""
-    while (maker := graph.producer.get(name)) is not None and returns_view(maker):
-        name = maker.reads[0]
-    return name
 
 
 def is_transposed(value: Value) -> bool:

@@ -67,8 +67,8 @@ class Encoded(NamedTuple):
         except (*BROKEN, pillow().DecompressionBombError) as error:
             reason = str(error).split(" <_io.BytesIO")[0] or type(error).__name__
             raise UsageError(
-                f"Cannot read image {self.name}: {reason}. Replace it by another, after which a run can be resumed, or "
-                "take it out of the data set and start anew."
+                f"Cannot read image {self.name}: {reason}. Replace it by another to resume a run. Without it, start a "
+                "new run."
             ) from error
 
 

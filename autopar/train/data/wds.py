@@ -173,7 +173,7 @@ def indexed(urls: Sequence[str]) -> int | None:
             return None
         names = [Path(url).name for url in urls if Path(url).parent == folder]
         try:
-            sizes = json.loads(index.read_text())
+            sizes = dict(json.loads(index.read_text()))
             if any(name not in sizes for name in names):
                 return None
             total += sum(int(sizes[name]) for name in names)

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from autopar.ir.graph import Graph, refs
+from autopar.ir.plan_parts import Precision
 from autopar.ops.regions import region_starts
+from autopar.ops.registry import memory_of
 from autopar.sharding.batch_join import ROWS, joins
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
-from autopar.trace.passes.layouts import is_transposed, memory_of
+from autopar.trace.passes.layouts import is_transposed
 
 
 class Blocks(nn.Module):
@@ -129,13 +131,13 @@ class Updated(Images):
     def __init__(self, transposed: bool) -> None:
         super().__init__()
         self.transposed, self.memory = transposed, nn.Buffer(torch.randn(4, 3, 16, 16))
-        self.between = nn.Sequential(*[nn.Linear(16, 16), nn.GELU()] * 4)
+        self.blocks = nn.ModuleList(nn.Sequential(*[nn.Linear(16, 16), nn.GELU()] * 4) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         view = self.memory.transpose(2, 3)[:1] if self.transposed else self.memory[:1]
-        for number, layer in enumerate(self.between):
-            x = layer(x) + (view if self.transposed else self.stem(view).mean())
-            if number == 3:
+        for number, block in enumerate(self.blocks):
+            x = block(x) + (view if self.transposed else self.stem(view).mean())
+            if number == 1:
                 self.memory.mul_(0.5)
         return super().forward(x)
 
@@ -163,6 +165,16 @@ def test_convolutions_stay_that_torch_compile_leaves(convolutions: list[nn.Conv2
     assert lowered(model, channels_last=True) == lowered(model)
     model = nn.Sequential(*convolutions[:1], nn.Conv2d(convolutions[0].out_channels, 96, 1))
     assert any(layouts(lowered(model, channels_last=True)).values())
+
+
+def test_grouped_convolutions_that_are_padded_are_in_channels_last() -> None:
+    """Those in 16 bits."""
+    model = nn.Sequential(nn.Conv2d(3, 96, 3), nn.Conv2d(96, 96, 3, groups=4))
+    x = torch.randn(2, 3, 16, 16)
+    expected: dict[Precision, bool] = {"fp32": False, "bf16": True}
+    for precision, moved in expected.items():
+        graph = lower_model(model, as_call(model, x), "train", "", precision, channels_last=True)
+        assert any(layouts(graph).values()) == moved
 
 
 def written(x: torch.Tensor) -> torch.Tensor:
