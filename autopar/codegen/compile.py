@@ -40,6 +40,10 @@ Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 # A quarter of 1,568 would be a loss: the norm's own kernel takes 52 µs instead of 26 (50,176 rows of 128) (H200).
 SLOW_SUMS = range(500, 1024)
 SPLIT_SIZE = "triton.mix_order_reduction_split_size"
+# A value with several readers is computed again by each, unless it takes more reads. torch.compile's default is 4, a
+# batch norm takes 5: SiLU and GELU, which have two readers of their operand, would read it stored in float32.
+STORED_ABOVE = "realize_reads_threshold"
+NORM_READS = 12
 # The layouts of a region's values are those of the trace. torch.compile would move convolutions to channels last, and
 # with them what other operations save: attention then refuses its mask (CoAtNet), and regions copy at their borders.
 LAYOUT_CHOICE = "layout_optimization"
@@ -329,11 +333,13 @@ def gradient_of(result: Value) -> Value:
     return replace(result, stride=torch.empty(result.shape, device="meta").stride())
 
 
-def cuda_options(ops: Iterable[Op], device: torch.device) -> dict[str, Any]:
+def cuda_options(ops: Sequence[Op], device: torch.device) -> dict[str, Any]:
     """Options for torch.compile for a region on a CUDA device, as far as torch has them (2.11 to 2.15 do)."""
     from torch._inductor import list_options
 
     options: dict[str, Any] = {LAYOUT_CHOICE: False}
+    if any(op.target == "aten.batch_norm.default" for op in ops):
+        options[STORED_ABOVE] = NORM_READS
     if rows := norm_rows(ops):
         options |= norm_options(rows, torch.cuda.get_device_properties(device).multi_processor_count)
     return {name: value for name, value in options.items() if name in list_options()}

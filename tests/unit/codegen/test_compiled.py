@@ -25,7 +25,9 @@ from autopar.codegen import compile as compiled
 from autopar.codegen.activation_checkpoint import cut_segments
 from autopar.codegen.compile import (
     LAYOUT_CHOICE,
+    NORM_READS,
     SPLIT_SIZE,
+    STORED_ABOVE,
     cuda_options,
     functorch_config,
     gradient_of,
@@ -340,6 +342,8 @@ def test_the_largest_norm_counts_and_layouts_are_those_of_the_trace(monkeypatch:
     assert norm_rows(graph.ops) == 12_608 and norm_rows(graph.ops[:1]) == 0
     assert cuda_options(graph.ops, torch.device("cuda")) == {LAYOUT_CHOICE: False, SPLIT_SIZE: 32}
     assert cuda_options(graph.ops[:1], torch.device("cuda")) == {LAYOUT_CHOICE: False}
+    images = traced(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU()), torch.randn(2, 3, 4, 4))
+    assert cuda_options(images.ops, torch.device("cuda")) == {LAYOUT_CHOICE: False, STORED_ABOVE: NORM_READS}
 
 
 def small_resnet() -> nn.Module:
