@@ -75,6 +75,7 @@ ON_TWO = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "devices"),
     [*((case, 1) for case in BOUNDARIES), *(pytest.param(case, 2, marks=TWO) for case in ON_TWO)],

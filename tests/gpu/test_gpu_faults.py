@@ -6,6 +6,7 @@ Every fault has to end all ranks within `FAULT_SECONDS`, although the others wai
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import effort
 from support.faults import free_port, workers
 from support.models import tiny_vit
 
@@ -34,6 +36,7 @@ torch.manual_seed(0)
 X, Y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
 PLAIN: dict[str, Any] = {"compile": False, "cuda_graph": False}
 MESHES = [{"pp": 2}, {"tp": 2}, {"dp": 2}]
+ASKED = [json.dumps(mesh) for mesh in MESHES]
 
 
 def start(devices: int = 2, loss_fn: Any = F.cross_entropy, **options: Any) -> autopar.ParallelModel:
@@ -58,7 +61,7 @@ def test_a_step_has_the_host_wait_for_nothing(options: dict[str, Any]) -> None:
         assert all(0 < result.step_seconds < 10 and result.grad_norm for result in results)
 
 
-@pytest.mark.parametrize("mesh", [{}, *MESHES], ids=str)
+@pytest.mark.parametrize("mesh", effort.only(MESHES[:1], [{}, *MESHES]), ids=str)
 @pytest.mark.parametrize("options", [PLAIN, PLAIN | {"cuda_graph": True}], ids=["plain", "graph"])
 def test_inputs_may_be_written_over_as_soon_as_a_call_returns(mesh: dict[str, int], options: dict[str, Any]) -> None:
     torch.manual_seed(3)
@@ -88,8 +91,8 @@ def test_a_loss_that_is_not_finite_warns_when_it_is_read() -> None:
 # -- faults in worker processes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("victim", effort.only([0], [0, 1]))
+@pytest.mark.parametrize("mesh", effort.only(MESHES[:1], MESHES), ids=str)
 @pytest.mark.parametrize("options", [PLAIN, PLAIN | {"cuda_graph": True}], ids=["plain", "graph"])
 def test_a_rank_killed_between_steps_ends_all(victim: int, mesh: dict[str, int], options: dict[str, Any]) -> None:
     pm = start(**mesh, **options)
@@ -108,7 +111,7 @@ def test_a_rank_killed_between_steps_ends_all(victim: int, mesh: dict[str, int],
     assert not workers()
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", effort.only(MESHES[1:2], MESHES), ids=str)
 def test_a_rank_that_really_runs_out_of_memory_is_named(mesh: dict[str, int]) -> None:
     def greedy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if (target < 0).any():
@@ -199,13 +202,13 @@ def seconds_to_the_end(folder: Path, mode: str, mesh: str, launcher: str) -> tup
     return ended - float(said.split("fault ")[1].split()[0]), said
 
 
-@pytest.mark.parametrize("mesh", ['{"pp": 2}', '{"dp": 2}', '{"tp": 2}'])
+@pytest.mark.parametrize("mesh", effort.only(ASKED[2:], ASKED))
 def test_a_killed_rank_ends_those_that_wait_in_a_kernel(tmp_path: Path, mesh: str) -> None:
     seconds, said = seconds_to_the_end(tmp_path, "die", mesh, "torchrun")
     assert seconds < FAULT_SECONDS, said
 
 
-@pytest.mark.parametrize("mesh", ['{"pp": 2}', '{"dp": 2}', '{"tp": 2}'])
+@pytest.mark.parametrize("mesh", effort.only(ASKED[2:], ASKED))
 def test_a_rank_that_waits_for_its_gpu_is_ended_with_the_cause(tmp_path: Path, mesh: str) -> None:
     """srun ends nobody, so the ranks have to end each other."""
     seconds, said = seconds_to_the_end(tmp_path, "raise", mesh, "srun")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import effort
 from support.handmade import even_firsts, plan_by_hand
 from support.models import Tied, UNet, tiny_vit
 from support.reference import Reference, assert_all_close
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+SCHEDULES = ["interleaved", "interleaved-overlap"]
 CASES = [
     (tiny_vit, (5, 3, 32, 32), (5,), F.cross_entropy),
     (UNet, (5, 3, 8, 8), (5, 1, 8, 8), F.mse_loss),
@@ -38,8 +40,8 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (2, 3), pytest.param(4, 2, marks=FOUR)])
-@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-overlap"])
-@pytest.mark.parametrize(("model", "x", "y", "loss_fn"), CASES)
+@pytest.mark.parametrize("schedule", effort.only(SCHEDULES[:1], SCHEDULES))
+@pytest.mark.parametrize(("model", "x", "y", "loss_fn"), effort.only(CASES[:1], CASES))
 def test_equals_one_device(
     model: Any,
     x: tuple[int, ...],
@@ -72,8 +74,8 @@ def test_equals_one_device(
 
 
 @FOUR
-@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-overlap"])
-@pytest.mark.parametrize("microbatches", [3, 8, 13])
+@pytest.mark.parametrize("schedule", effort.only(SCHEDULES[1:], SCHEDULES))
+@pytest.mark.parametrize("microbatches", effort.only([13], [3, 8, 13]))
 def test_a_long_pipeline_does_not_halt(microbatches: int, schedule: str) -> None:
     """Sends of four chunks a rank are under way at once, each on a communicator of its own."""
     model = tiny_vit(depth=16, embed_dim=192)

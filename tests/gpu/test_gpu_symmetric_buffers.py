@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import effort
 from support.models import UNet, resnet18, tiny_vit
 
 import autopar
@@ -29,7 +30,7 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", effort.only(["bf16"], ["fp32", "bf16"]))
 @pytest.mark.parametrize("model", [tiny_vit, resnet18, UNet])
 def test_first_steps_equal_one_gpu(model: Any, precision: str) -> None:
     torch.manual_seed(0)
