@@ -31,6 +31,7 @@ from autopar.codegen.buffer_layouts import likely_layouts
 from autopar.codegen.regions import numbered_ops, with_random_arguments
 from autopar.ir.graph import Op, Value
 from autopar.ops.gradient_layout import CHANNELS_LAST
+from autopar.ops.registry import CHANNEL_NORMS
 
 Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 
@@ -41,7 +42,7 @@ Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 SLOW_SUMS = range(500, 1024)
 SPLIT_SIZE = "triton.mix_order_reduction_split_size"
 # A value with several readers is computed again by each, unless it takes more reads. torch.compile's default is 4, a
-# batch norm takes 5: SiLU and GELU, which have two readers of their operand, would read it stored in float32.
+# norm over channels takes 5: SiLU and GELU, which read their operand twice, would read it stored in float32.
 STORED_ABOVE = "realize_reads_threshold"
 NORM_READS = 12
 # The layouts of a region's values are those of the trace. torch.compile would move convolutions to channels last, and
@@ -338,7 +339,7 @@ def cuda_options(ops: Sequence[Op], device: torch.device) -> dict[str, Any]:
     from torch._inductor import list_options
 
     options: dict[str, Any] = {LAYOUT_CHOICE: False}
-    if any(op.target == "aten.batch_norm.default" for op in ops):
+    if any(op.target in CHANNEL_NORMS for op in ops):
         options[STORED_ABOVE] = NORM_READS
     if rows := norm_rows(ops):
         options |= norm_options(rows, torch.cuda.get_device_properties(device).multi_processor_count)

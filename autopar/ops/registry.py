@@ -24,6 +24,8 @@ import autopar.ops.wgrad_accumulation  # noqa: F401  (these define operators of 
 from autopar.ir.graph import Graph, LocalDevice, Op, Ref, Value, dtype_name
 
 META = torch.device("meta")
+# Their statistics cover more elements than one thread block holds: a pass for statistics, and another for values.
+CHANNEL_NORMS = frozenset(f"aten.{name}.default" for name in ("batch_norm", "group_norm", "instance_norm"))
 
 
 @functools.cache

@@ -34,7 +34,17 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "plain ViTs": ("vit", "deit", "eva", "beit", "cait", "crossvit", "volo", "xcit"),
     "mixers": ("mixer", "gmixer", "poolformer"),
     "convolutional nets": ("resnet", "resnext", "wide_resnet", "regnet", "convnext", "efficientnet"),
-    "windowed and hierarchical transformers": ("swin", "hiera", "davit", "twins", "pit", "mvit", "focalnet"),
+    "windowed and hierarchical transformers": (
+        "coatnet",
+        "maxvit",
+        "swin",
+        "hiera",
+        "davit",
+        "twins",
+        "pit",
+        "mvit",
+        "focalnet",
+    ),
 }
 machine = cache(load_hardware)
 COVERAGE = 0.9  # share of steps that are to lie within their bands

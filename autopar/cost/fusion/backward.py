@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from autopar.cost.fusion.fused_graph import CHANNEL_NORMS, FusedGraph
+from autopar.cost.fusion.fused_graph import FusedGraph
 from autopar.cost.fusion.kernel import Access, Draft, FusedKernel, merged_kernels
 from autopar.ir.graph import Op, refs
+from autopar.ops.registry import CHANNEL_NORMS
 
 Node = tuple[str, int]  # a value, and the region in which its gradient is summed
 
@@ -23,10 +24,6 @@ def backward_kernels(fused: FusedGraph) -> Iterator[FusedKernel]:
     gradients = Gradients(fused)
     drafts = (gradients.draft(node) for node in gradients.written)
     yield from merged_kernels(drafts, "backward", fused.position)
-    for name, reader in fused.recomputed_norms.items():
-        norm = fused.graph.producer[name]
-        write = Access(norm.name, name, fused.float32_copies(name))
-        yield FusedKernel("backward", (reader.name,), (Access(norm.name, norm.reads[0]),), (write,))
 
 
 class Gradients:

@@ -8,14 +8,14 @@ Source: torch/_inductor/ir.py and scheduler.py of torch 2.11, and kernels of doc
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-from autopar.cost.fusion.fused_graph import ACTIVATIONS, CHANNEL_NORMS, ROW_NORMS, SOFTMAX, FusedGraph
-from autopar.cost.fusion.kernel import Access, Draft, FusedKernel, Place, merged_kernels
+from autopar.cost.fusion.fused_graph import ROW_NORMS, SOFTMAX, FusedGraph
+from autopar.cost.fusion.kernel import Access, Draft, FusedKernel, merged_kernels
 from autopar.ir.graph import Op, refs
+from autopar.ops.registry import CHANNEL_NORMS
 
 # A longer row does not stay in registers between the pass for statistics and that for values (inductor's persistent
 # reductions).
@@ -24,15 +24,13 @@ MAX_PERSISTENT_ROW = 1024
 
 def forward_kernels(fused: FusedGraph) -> Iterator[FusedKernel]:
     """All kernels of the forward."""
-    depth, written = depths(fused), dict.fromkeys(written_values(fused), 1)
+    depth, written = depths(fused), set(written_values(fused))
     makers = [op for op in fused.graph.ops if op.name not in fused.external and fused.stats.ops[op.name].moves_data]
 
-    def drafts() -> list[Draft]:
-        made = ((op, v.name) for op in makers for v in op.outputs if v.name in written)
-        return [draft(op, name, fused, written, depth[op.name]) for op, name in made]
-
-    written |= {name: fused.float32_copies(name) for name in shared_norms(drafts(), fused, written)}
-    yield from merged_kernels(drafts(), "forward", fused.position)
+    drafts = (
+        draft(op, v.name, fused, written, depth[op.name]) for op in makers for v in op.outputs if v.name in written
+    )
+    yield from merged_kernels(drafts, "forward", fused.position)
     yield from in_place_kernels(fused)
 
 
@@ -65,27 +63,14 @@ def written_values(fused: FusedGraph) -> Iterator[str]:
                 yield fused.root(name)
 
 
-def shared_norms(drafts: Iterable[Draft], fused: FusedGraph, written: Collection[str]) -> Iterator[str]:
-    """Results of norms over channels that several kernels would compute again, as `FusedGraph.recomputed_norms`."""
-    places = defaultdict[str, set[Place]](set)
-    for kernel in drafts:
-        for name in kernel.ops:
-            places[name].add(kernel.place)
-    for op in fused.graph.ops:
-        if op.target in CHANNEL_NORMS and len(places[op.name]) > 1:
-            name = op.outputs[0].name
-            if name not in written and any(reader.target in ACTIVATIONS for reader in fused.readers[name]):
-                yield name
-
-
-def draft(op: Op, name: str, fused: FusedGraph, written: Mapping[str, int], depth: int) -> Draft:
+def draft(op: Op, name: str, fused: FusedGraph, written: Collection[str], depth: int) -> Draft:
     """The kernel that makes one value.
 
     Args:
-        written: values in memory, each with the bytes that it has there over its own.
+        written: values in memory.
     """
     found = Draft((fused.region[op.name], depth), prod(fused.operands[name].shape))
-    write = replace(fused.access(op.name, name, written[name]), is_transposed=name in fused.copied_roots)
+    write = replace(fused.access(op.name, name), is_transposed=name in fused.copied_roots)
     found.writes["value", name] = write
     if name in fused.masks:
         found.writes["mask", name] = Access(op.name, name, fused.masks[name])
@@ -102,8 +87,7 @@ def draft(op: Op, name: str, fused: FusedGraph, written: Mapping[str, int], dept
             if root in fused.graph.weight:
                 continue
             if maker is None or root in written or maker.name in fused.external:
-                access = fused.access(member.name, read, times * written.get(root, 1))
-                found.add_read(("value", root), access, fused.part(read))
+                found.add_read(("value", root), fused.access(member.name, read, times), fused.part(read))
             else:
                 waiting.append((maker, times))
     return found

@@ -23,8 +23,6 @@ ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("gelu", "silu", "sig
 RELU, MAX_POOL = "aten.relu.default", "aten.max_pool2d.default"
 # inductor writes what these read, and their gradient, to memory, because windows overlap.
 POOLS = frozenset(("aten.avg_pool2d.default", MAX_POOL))
-# Statistics of more elements than one thread block holds: a pass over the operand for them, and one for values.
-CHANNEL_NORMS = frozenset(f"aten.{name}.default" for name in ("batch_norm", "group_norm", "instance_norm"))
 
 
 class FusedGraph:
@@ -109,28 +107,6 @@ class FusedGraph:
             if op.target == RELU and self.stats.ops[op.name].saved_bytes
         }
 
-    def float32_copies(self, name: str) -> int:
-        """Bytes of a value in float32 over its own, at least 1."""
-        return max(1, DTYPE_BYTES["float32"] // DTYPE_BYTES[self.operands[name].dtype])
-
-    @cached_property
-    def recomputed_norms(self) -> Mapping[str, Op]:
-        """Results of norms over channels that the backward computes again, each with an operation that reads it.
-
-        Such a result depends on five tensors. inductor writes a value that depends on more than four
-        (``realize_reads_threshold``) to memory, in float32, if an activation in several kernels reads it repeatedly.
-
-        Source: efficientnet_b3 on an H100, 255 MB, 84 us a pass: 254 us for the kernel that writes the result, 450 for
-            the sums of the norm's backward, and 410 for its gradient.
-        """
-        found = dict[str, Op]()
-        for op in self.graph.ops:
-            for access in self.backward_reads(op):
-                maker = self.graph.producer.get(access.tensor)
-                if maker is not None and maker.target in CHANNEL_NORMS and access.tensor not in self.saved:
-                    found.setdefault(access.tensor, self.graph.ops[self.position[access.op]])
-        return found
-
     def backward_reads(self, op: Op) -> Iterator[Access]:
         """Saved tensors that an operation's backward reads, or from which it computes what it needs again."""
         waiting, seen = [(op.name, name) for name in self.eager.ops[op.name].saved_names(op)], set[tuple]()
@@ -144,8 +120,6 @@ class FusedGraph:
                 yield Access(op.name, name, self.masks[root])
             elif root in self.saved or maker is None or maker.name in self.external:
                 yield self.access(reader, name)
-            elif maker.target in CHANNEL_NORMS and self.graph.ops[self.position[reader]].target in ACTIVATIONS:
-                yield Access(reader, name, self.float32_copies(name))
             else:
                 waiting += ((maker.name, read) for read in maker.reads)
 

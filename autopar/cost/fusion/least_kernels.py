@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.fusion.fused_graph import CHANNEL_NORMS, FusedGraph
+from autopar.cost.fusion.fused_graph import FusedGraph
 from autopar.cost.fusion.kernel import Access, Direction, FusedKernel
 from autopar.cost.fusion.pooling import pooling_kernels
 from autopar.cost.fusion.traffic import fused_traffic
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, OpStats
 from autopar.ir.graph import Graph, Op, refs
+from autopar.ops.registry import CHANNEL_NORMS
 
 # Operations that copy or make a view, by strides, which depend on shardings.
 MAYBE_VIEWS = frozenset(("aten.contiguous.default", "aten.flatten.using_ints", "aten.reshape.default"))

@@ -11,7 +11,6 @@ from math import prod
 
 from autopar.cost.fusion.fused_graph import (
     ACTIVATIONS,
-    CHANNEL_NORMS,
     ROW_NORMS,
     SOFTMAX,
     SPATIAL_MEANS,
@@ -23,13 +22,17 @@ from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
 from autopar.cost.ops.unfused_attention import SOFTMAX_FLOPS, lane_padding
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
+from autopar.ops.registry import CHANNEL_NORMS
 
 ACTIVATION_SLOWDOWN = 1.15  # arithmetic of exp that traffic does not hide
 # Arithmetic on an element in float32 operations, at the rate of large products. erf takes 1.5 ps forward and 2.0 to 2.1
-# backward on H100 and on H200, whose memory is 1.4 times as fast.
-GELU, GELU_FLOPS = "aten.gelu.default", {"forward": 78.0, "backward": 106.0}
-# One of two passes sums over rows. Those of 0.6 to 2.5 GB in resnet101 take 1.07 to 1.16 times as long as copies.
-BATCH_NORM, BATCH_NORM_SLOWDOWN = "aten.batch_norm.default", 1.15
+# backward on H100 and on H200, whose memory is 1.4 times as fast; SiLU after a batch norm 1.4 forward, and 1.9 and 2.1
+# in the two passes of its backward (efficientnet_b3, H200).
+GELU = "aten.gelu.default"
+ELEMENT_FLOPS = {GELU: {"forward": 78.0, "backward": 106.0}, "aten.silu.default": {"forward": 72.0, "backward": 104.0}}
+# One of two passes sums over rows. On an H100, those of 0.6 to 2.5 GB in resnet101 take 1.07 to 1.16 times as long as
+# copies. On an H200, the statistics of efficientnet_b3 take 0.7 to 1.1 ps an element, more than their traffic.
+BATCH_NORM, BATCH_NORM_SLOWDOWN, STATISTICS_FLOPS = "aten.batch_norm.default", 1.15, 52.0
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
 TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
 # A residual stream keeps the layout of the first value in its sums, such as that of a convolution's transposed result.
@@ -60,9 +63,9 @@ def fused_traffic(graph: Graph, stats: GraphStats, kernels: Iterable[FusedKernel
             launches[op.name, kernel.direction] += SUM_KERNELS * num_sums
             sums[op.name, kernel.direction] = num_sums if op.target in ROW_NORMS else 0
             if kernel.writes and (flops := element_flops(op, kernel.direction, graph, stats)):
-                num_bytes = sum(access.times * graph.readable[access.tensor].num_bytes for access in kernel.accesses)
+                passes, num_bytes = arithmetic_passes(op, kernel, members, graph)
                 elements = prod(graph.readable[op.outputs[0].name].shape)
-                arithmetic[op.name, kernel.direction].append((flops, factor * num_bytes / elements))
+                arithmetic[op.name, kernel.direction].append((passes * flops, factor * num_bytes / elements))
     for op, summed in weight_sums(graph, stats):
         moved[op.name, "backward"] += summed
         launches[op.name, "backward"] += SUM_KERNELS
@@ -102,11 +105,30 @@ def strided_bytes(op: Op, graph: Graph, stats: GraphStats) -> int:
 
 def element_flops(op: Op, direction: Direction, graph: Graph, stats: GraphStats) -> float:
     """Float32 operations that take the time of an element of an operation's result if its traffic does not."""
-    if op.target == GELU:
-        return GELU_FLOPS[direction]
+    if op.target in ELEMENT_FLOPS:
+        return ELEMENT_FLOPS[op.target][direction]
+    if op.target == BATCH_NORM and direction == "forward":
+        return STATISTICS_FLOPS
     if num_bytes := strided_bytes(op, graph, stats):
         return ACROSS_FLOPS[direction] * 2 / num_bytes
     return SOFTMAX_FLOPS * lane_padding(op.outputs[0].shape[-1]) if op.target in SOFTMAX else 0.0
+
+
+def arithmetic_passes(op: Op, kernel: FusedKernel, members: Sequence[Op], graph: Graph) -> tuple[int, float]:
+    """Passes of a kernel in which it computes an operation or its gradient, and the bytes that they move.
+
+    A norm over channels takes a pass for its statistics, or for sums over gradients, and another for values.
+    """
+    num_bytes = sum(access.times * graph.readable[access.tensor].num_bytes for access in kernel.accesses)
+    first = sum(access.times / 2 * graph.readable[access.tensor].num_bytes for access in kernel.reads)
+    norms = [i for i, member in enumerate(members) if member.target in CHANNEL_NORMS]
+    if op.target == BATCH_NORM:
+        return 1, first
+    if not norms:
+        return 1, num_bytes
+    place = members.index(op)
+    is_in_both = place < norms[-1] if kernel.direction == "forward" else place > norms[0]
+    return (2, num_bytes) if is_in_both else (1, num_bytes - first)
 
 
 def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> float:
@@ -117,7 +139,7 @@ def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> f
         if op.target in ACTIVATIONS and op.target != GELU:
             factor = max(factor, ACTIVATION_SLOWDOWN)
         elif op.target == BATCH_NORM:
-            factor = max(factor, BATCH_NORM_SLOWDOWN)
+            factor = max(factor, BATCH_NORM_SLOWDOWN if kernel.direction == "backward" else 1.0)
         elif op.target in CHANNEL_NORMS | SPATIAL_MEANS:
             factor = max(factor, COLUMN_SUM_SLOWDOWN)
         elif op.target in SOFTMAX:

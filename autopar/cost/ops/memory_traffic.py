@@ -13,12 +13,9 @@ from autopar.cost.ops.op_stats import OpStats
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ir.hardware import Hardware
 from autopar.ops.alignment import is_aligned
-from autopar.ops.registry import named_arguments
+from autopar.ops.registry import CHANNEL_NORMS, named_arguments
 from autopar.sharding.fuse_linear import is_layer
 
-# Statistics cover more elements than one thread block holds: one pass for statistics, a second one for values. The
-# backward likewise.
-ACROSS_SAMPLES = ("aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default")
 ALONG_ROWS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
@@ -29,7 +26,7 @@ def forward_reread_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
 
 def computes_statistics(op: Op) -> bool:
     """Whether an operation computes the statistics of whole channels or groups, then normalises by them."""
-    if op.target not in ACROSS_SAMPLES:
+    if op.target not in CHANNEL_NORMS:
         return False
     given = named_arguments(op)
     return bool(given.get("training", True) and given.get("use_input_stats", True))

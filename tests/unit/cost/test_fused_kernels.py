@@ -232,11 +232,33 @@ class Squeezed(nn.Module):
         return self.project(x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid())
 
 
-def test_a_norm_that_several_kernels_read_is_written_in_float32() -> None:
+def test_a_norm_is_computed_again_by_each_kernel_that_reads_it() -> None:
     model = Squeezed()
     graph = lower_model(model, example_call(model, torch.randn(2, 8, 8, 8), None, None), "train", "net", "bf16")
-    written = [(k.direction, a.times) for k in kernels(graph) for a in k.writes if a.tensor == "norm.batch_norm"]
-    assert written == [("forward", 2), ("backward", 2)]
+    found = kernels(graph)
+    assert not [k for k in found if any(a.tensor == "norm.batch_norm" for a in k.writes)]
+    forward = [k for k in found if k.direction == "forward" and "norm.batch_norm" in k.ops]
+    assert [[a.times for a in k.reads if a.tensor == "conv.conv2d"] for k in forward] == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        # The statistics read x. Values: x is read, the result written. Sums over gradients take the backward of SiLU.
+        ((nn.BatchNorm2d(8), nn.SiLU()), {("1.batch_norm", "forward"): (52, 2), ("2.silu", "forward"): (72, 4),
+                                          ("2.silu", "backward"): (208, 10)}),
+        ((nn.SiLU(), nn.BatchNorm2d(8)), {("1.silu", "forward"): (144, 6), ("2.batch_norm", "forward"): (52, 2),
+                                          ("1.silu", "backward"): (104, 6)}),
+    ],
+    ids=["norm first", "activation first"],
+)  # fmt: skip
+def test_arithmetic_of_the_passes_of_a_norm(layers: Sequence[nn.Module], expected: dict) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), *layers, nn.Conv2d(8, 8, 1))
+    graph = lower_model(model, example_call(model, torch.randn(2, 8, 32, 32), None, None), "train", "net", "bf16")
+    traffic = compiled_stats(graph, graph_stats(graph, "cuda")).traffic
+    for (name, direction), (flops, num_bytes) in expected.items():
+        found = getattr(traffic[name], direction).arithmetic
+        assert found == (pytest.approx((flops, 1.15 * num_bytes)),), (name, direction)
 
 
 def test_a_pooling_reads_an_element_once_for_each_window() -> None:
