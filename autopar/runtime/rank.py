@@ -38,6 +38,7 @@ from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, RankStepResult, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
+from autopar.sharding.tensors import contiguous_copy, with_strides
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
 
@@ -78,7 +79,7 @@ class Rank:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
-            tensor = tensors[weight.name].detach().to(self.device)
+            tensor = with_strides(tensors[weight.name].detach().to(self.device), weight.value.stride)
             assert tuple(tensor.shape) == weight.shape, f"{weight.name}: {list(tensor.shape)} for {list(weight.shape)}"
             is_parameter = weight.kind == "parameter"
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
@@ -357,14 +358,14 @@ class Rank:
         self.gather_weights()
         if self.place.replica != 0:
             return {}
-        return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.has_first_copy(n)}
+        return {n: contiguous_copy(t.detach()) for n, t in self.weights.items() if self.spec.has_first_copy(n)}
 
     def ema_state(self) -> dict[str, torch.Tensor]:
         """CPU copies of the averages of the weights that `state` returns."""
         assert self.ema is not None
         if self.place.replica != 0:
             return {}
-        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.has_first_copy(n)}
+        return {n: contiguous_copy(t) for n, t in self.ema.tensors().items() if self.spec.has_first_copy(n)}
 
     def swap_ema(self, averages: bool) -> None:
         """Put the averages in the place of the weights, or restore the weights."""
@@ -428,7 +429,7 @@ class Rank:
         several shards have equal gradients, only the first shard returns them.
         """
         return {
-            name: p.grad.detach().cpu() / self.updater.loss_scale
+            name: contiguous_copy(p.grad) / self.updater.loss_scale
             for name, p in self.trainable.items()
             if p.grad is not None and (self.place.shard == 0 or self.spec.layout(name) != REPLICATED)
         }

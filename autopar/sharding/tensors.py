@@ -182,3 +182,15 @@ def splits_by_dim(layout: Layout) -> dict[int, list[Split]]:
     for split in layout.splits:
         splits.setdefault(split.dim, []).append(split)
     return splits
+
+
+def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The tensor if it lies in memory with these strides, else a copy that does."""
+    if all(size == 1 or own == asked for size, own, asked in zip(tensor.shape, tensor.stride(), stride, strict=True)):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU."""
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -155,9 +155,12 @@ def main(
     plan = autopar.plan(built, 1, x, microbatches=1, **asked)
     cache = ProgramCache(built, plan, example_call(built, x, None, None))
     (program,) = next(own for own in cache.specializations.values() if own.number == cache.planned[0]).programs
-    weights = {w.name: torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta") for w in program.weights}
+    weights = dict[str, torch.Tensor]()
     for weight in program.weights:
-        weights[weight.name].requires_grad_(weight.requires_grad)
+        tensor = torch.empty_strided(
+            weight.shape, weight.value.stride, dtype=getattr(torch, weight.dtype), device="meta"
+        )
+        weights[weight.name] = tensor.requires_grad_(weight.requires_grad)
     random_numbers = compiled.with_random_arguments
     compiled.with_random_arguments = lambda ops: on_no_device(*random_numbers(ops))
     stage = emit.graph_module(program, weights, torch.device("cuda", 0), compiled=True)

@@ -76,7 +76,9 @@ class Restore:
                 )
                 own[key] = current.get(key)
                 if own[key] is None or own[key].shape != shape:
-                    own[key] = torch.empty(shape, dtype=saved.properties.dtype, device=parameter.device)
+                    # In the memory order of the parameter, as fused optimizers read both.
+                    like = parameter if shape == parameter.shape else torch.empty(shape, device="meta")
+                    own[key] = torch.empty_like(like, dtype=saved.properties.dtype, device=parameter.device)
                 pieces.append(sharded_tensor(rank.spec, state_key(name, key), name, layout, own[key].detach()))
         return pieces
 

@@ -190,6 +190,30 @@ def test_the_second_save_replaces_the_first(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == [".saving", "checkpoint.json", "data-2"]
 
 
+@pytest.mark.parametrize("first", ["contiguous", "computed", "given"])
+@pytest.mark.parametrize("then", ["contiguous", "computed", "given"])
+def test_any_memory_format_goes_on_from_any_other(first: str, then: str, tmp_path: Path) -> None:
+    """Fused optimizers read a parameter and its state in the order of their memory."""
+
+    def start(layout: str) -> autopar.ParallelModel:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 72, 3), nn.ReLU(), nn.Conv2d(72, 8, 1), nn.Flatten(), nn.Linear(288, 10))
+        if layout == "given":
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+        return autopar.parallelize(model, 1, x, optimizer=adamw, microbatches=1, channels_last=layout == "computed")
+
+    x, y = torch.randn(8, 3, 8, 8, generator=torch.manual_seed(1)), torch.arange(8)
+    with start(first) as pm:
+        for _ in range(3):
+            pm.train_step(x, y)
+        pm.save_checkpoint(tmp_path)
+        expected = [pm.train_step(x, y).loss for _ in range(4)]
+    with start(then) as pm:
+        pm.load_checkpoint(tmp_path)
+        assert [pm.train_step(x, y).loss for _ in range(4)] == pytest.approx(expected, rel=1e-5)
+
+
 def test_gradients_are_dropped_and_counters_go_on(saved: Path) -> None:
     with small() as pm:
         pm.forward_backward(ROWS, CLASSES)
