@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import decompositions
 from torch.autograd.function import BackwardCFunction
 from torch.fx import graph_module
 
@@ -62,6 +63,22 @@ def forget_sources() -> Iterator[None]:
         for name in sources.keys() - before:
             del sources[name]
             linecache.cache.pop(name, None)
+
+
+@contextlib.contextmanager
+def shapes_of_lstm_states() -> Iterator[None]:
+    """Within ``with``, torch.export's shapes of an LSTM's states are right: torch 2.11 gives them a dim too many."""
+    layer = decompositions.one_layer_lstm  # not public; later versions of torch return states [batch, features]
+
+    def one_layer_lstm(inp: Any, hidden: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        output, (h, c) = layer(inp, hidden, *args, **kwargs)
+        return output, (h.reshape(-1, h.shape[-1]), c.reshape(-1, c.shape[-1]))
+
+    decompositions.one_layer_lstm = one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = layer
 
 
 # torch warns of attributes that a forward assigns a tensor to, which may be state that a trace loses. These are none:
@@ -136,6 +153,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
             contextlib.redirect_stderr(said),
             GradientWatch() as seen,
             FiniteBranches() as finite,
+            shapes_of_lstm_states(),
         ):
             program = torch.export.export(model, args, kwargs, strict=False)
             once = dict(after)
