@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,6 @@ ANY_LAYOUT = {"aten.view.default": "aten.reshape.default", "aten.view_as.default
 # They read memory as it lies.
 FIXED_LAYOUTS = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.view_as_complex.default"))
 SMALL_CHANNELS = 64
-WEIGHT_ORDER = (0, 2, 3, 1)  # dims of a weight in channels last, from the outermost in memory
 
 
 def channels_last_images(graph: Graph) -> Graph:
@@ -32,7 +31,7 @@ def channels_last_images(graph: Graph) -> Graph:
     """
     if not gain_from_channels_last(graph):
         return graph
-    given, graph, position = graph, channels_last_weights(graph), 0
+    given, position = graph, 0
     while position < len(graph.ops):
         op = graph.ops[position]
         if is_convolution(op):
@@ -42,21 +41,6 @@ def channels_last_images(graph: Graph) -> Graph:
                 position += 1
         position += 1
     return with_contiguous_results(graph, given)
-
-
-def channels_last_weights(graph: Graph) -> Graph:
-    """The graph with weights that only convolutions read in channels last: cuDNN would copy them there in each call."""
-    moved, kept = set[str](), {*refs(graph.outputs), *written_memory(graph)}
-    for op in graph.ops:
-        own = {named_arguments(op)["weight"].name} if is_convolution(op) else set()
-        moved |= own
-        kept |= {*op.reads} - own
-    moved -= kept
-    weights = tuple(
-        replace(w, order=WEIGHT_ORDER) if w.name in moved and w.kind != "constant" else w for w in graph.weights
-    )
-    changed = {w.name: w.value for w in weights if w.order != graph.weight[w.name].order}
-    return replace(graph, weights=weights, ops=tuple(relaid(graph.ops, changed, graph.readable)))
 
 
 def with_contiguous_results(graph: Graph, given: Graph) -> Graph:
@@ -166,28 +150,17 @@ def with_copy(graph: Graph, position: int, value: Value, layout: torch.memory_fo
     copy = Expansion(maker or graph.ops[position], {value.name: value}, graph.readable)
     name = copy.fresh(f"{value.name if maker is None else maker.name}.{LAYOUT_COPY}")
     copy.append(name, "aten.contiguous.default", (Ref(value.name),), {"memory_format": layout})
-    later = (
-        op.reading({read: name if read == value.name else read for read in op.reads}) if value.name in op.reads else op
-        for op in graph.ops[position:]
-    )
+    changed = {name: copy.values[name]}  # values whose layout is another than in the graph
+    later: list[Op] = []
+    for op in graph.ops[position:]:
+        if value.name in op.reads:
+            op = op.reading({read: name if read == value.name else read for read in op.reads})
+        if not changed.keys().isdisjoint(op.reads):
+            op = restrided(op, [changed.get(read) or graph.readable[read] for read in op.reads])
+            changed |= {v.name: v for v in op.outputs if v != graph.values[v.name]}
+        later.append(op)
     copies = (replace(op, traced="") for op in copy.ops)
-    ops = (*graph.ops[:position], *copies, *relaid(later, {name: copy.values[name]}, graph.readable))
-    return replace(graph, ops=ops)
-
-
-def relaid(ops: Iterable[Op], changed: Mapping[str, Value], known: Mapping[str, Value]) -> Iterator[Op]:
-    """Operations with the layouts of their outputs that follow from other layouts of some values.
-
-    Args:
-        changed: values with these layouts, by name.
-        known: all values of the graph with the layouts before.
-    """
-    found = dict(changed)
-    for op in ops:
-        if not found.keys().isdisjoint(op.reads):
-            op = restrided(op, [found.get(read) or known[read] for read in op.reads])
-            found |= {v.name: v for v in op.outputs if v != known[v.name]}
-        yield op
+    return replace(graph, ops=(*graph.ops[:position], *copies, *later))
 
 
 def restrided(op: Op, read: Sequence[Value]) -> Op:

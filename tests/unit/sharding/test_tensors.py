@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from autopar.ir.layout import REPLICATED, Layout, Split, broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
 from autopar.ops.collectives import join_parts, padded_part, stack_parts, without_padding
-from autopar.sharding.tensors import assembled, boxes, local_part, narrowed, summed_gradients, whole_shape, whole_tensor
+from autopar.sharding.tensors import (
+    assembled,
+    boxes,
+    contiguous_copy,
+    local_part,
+    narrowed,
+    summed_gradients,
+    whole_shape,
+    whole_tensor,
+    with_strides,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
@@ -154,3 +164,12 @@ def test_the_boxes_of_all_ranks_tile_the_whole(case: tuple[list[int], Layout, di
             chunk.of_part(covered).add_(1)
         assert (covered == 1).all()
     assert torch.equal(tiled, source)
+
+
+def test_tensors_in_another_order_of_memory() -> None:
+    whole = torch.randn(4, 3, 1, 2)
+    last = with_strides(whole, (6, 1, 6, 3))
+    assert last.equal(whole) and last.is_contiguous(memory_format=torch.channels_last)
+    assert with_strides(last, (6, 1, 99, 3)) is last  # a dim of one element has no stride
+    again = contiguous_copy(last)
+    assert again.equal(whole) and again.is_contiguous() and again.data_ptr() != last.data_ptr()

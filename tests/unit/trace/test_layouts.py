@@ -105,22 +105,6 @@ def test_images_are_copied_to_channels_last_where_convolutions_read_others() -> 
     assert "x.layout" not in {op.name for op in lowered(Images(), True, x).ops}
 
 
-class OwnWeight(Images):
-    """Images, and a weight that is also read by another operation than a convolution."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.stem.weight.square().mean()
-
-
-@pytest.mark.parametrize(("make", "expected"), [(Images, {"stem.weight", "conv.weight"}), (OwnWeight, {"conv.weight"})])
-def test_weights_that_only_convolutions_read_are_in_channels_last(make: type[nn.Module], expected: set[str]) -> None:
-    before, graph = lowered(make()), lowered(make(), channels_last=True)
-    assert not [w.name for w in before.weights if w.order]
-    assert {w.name for w in graph.weights if w.order} == expected
-    assert all(w.value.stride == (9 * w.shape[1], 1, 3 * w.shape[1], w.shape[1]) for w in graph.weights if w.order)
-    assert graph.fingerprint == before.fingerprint
-
-
 def test_results_keep_their_layout() -> None:
     before, graph = (lowered(Images(dense=True), last) for last in (False, True))
     (name,), (given,) = refs(graph.outputs), refs(before.outputs)
