@@ -79,8 +79,9 @@ class Rank:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
-            tensor = with_strides(tensors[weight.name].detach().to(self.device), weight.value.stride)
+            tensor = tensors[weight.name].detach().to(self.device)
             assert tuple(tensor.shape) == weight.shape, f"{weight.name}: {list(tensor.shape)} for {list(weight.shape)}"
+            tensor = with_strides(tensor, weight.value.stride)
             is_parameter = weight.kind == "parameter"
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
@@ -358,7 +359,7 @@ class Rank:
         self.gather_weights()
         if self.place.replica != 0:
             return {}
-        return {n: contiguous_copy(t.detach()) for n, t in self.weights.items() if self.spec.has_first_copy(n)}
+        return {n: contiguous_copy(t) for n, t in self.weights.items() if self.spec.has_first_copy(n)}
 
     def ema_state(self) -> dict[str, torch.Tensor]:
         """CPU copies of the averages of the weights that `state` returns."""
@@ -429,7 +430,7 @@ class Rank:
         several shards have equal gradients, only the first shard returns them.
         """
         return {
-            name: contiguous_copy(p.grad) / self.updater.loss_scale
+            name: (p.grad.detach().cpu() / self.updater.loss_scale).contiguous()
             for name, p in self.trainable.items()
             if p.grad is not None and (self.place.shard == 0 or self.spec.layout(name) != REPLICATED)
         }

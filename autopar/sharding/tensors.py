@@ -192,5 +192,5 @@ def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU."""
-    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    """A contiguous copy on the CPU, without a gradient."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

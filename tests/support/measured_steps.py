@@ -35,15 +35,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "mixers": ("mixer", "gmixer", "poolformer"),
     "convolutional nets": ("resnet", "resnext", "wide_resnet", "regnet", "convnext", "efficientnet"),
     "windowed and hierarchical transformers": (
-        "coatnet",
-        "maxvit",
-        "swin",
-        "hiera",
-        "davit",
-        "twins",
-        "pit",
-        "mvit",
-        "focalnet",
+        *("coatnet", "maxvit", "swin", "hiera", "davit", "twins", "pit", "mvit", "focalnet"),
     ),
 }
 machine = cache(load_hardware)

@@ -19,7 +19,6 @@ ROW_NORMS = frozenset(f"aten.{name}.default" for name in ("layer_norm", "rms_nor
 SOFTMAX = frozenset(("aten.softmax.int", "aten.log_softmax.int"))
 # Reductions over pixels, whose kernels are as slow as sums over rows.
 SPATIAL_MEANS = frozenset(("aten.adaptive_avg_pool2d.default", "aten.linalg_vector_norm.default"))
-ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("gelu", "silu", "sigmoid", "tanh", "mish"))
 RELU, MAX_POOL = "aten.relu.default", "aten.max_pool2d.default"
 # inductor writes what these read, and their gradient, to memory, because windows overlap.
 POOLS = frozenset(("aten.avg_pool2d.default", MAX_POOL))

@@ -9,14 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from autopar.cost.fusion.fused_graph import (
-    ACTIVATIONS,
-    ROW_NORMS,
-    SOFTMAX,
-    SPATIAL_MEANS,
-    is_external,
-    is_strided,
-)
+from autopar.cost.fusion.fused_graph import ROW_NORMS, SOFTMAX, SPATIAL_MEANS, is_external, is_strided
 from autopar.cost.fusion.kernel import DIRECTIONS, Access, Direction, FusedKernel
 from autopar.cost.ops.fused_cost import COLUMN_SUM_SLOWDOWN
 from autopar.cost.ops.op_stats import FusedTraffic, GraphStats, Traffic
@@ -24,15 +17,19 @@ from autopar.cost.ops.unfused_attention import SOFTMAX_FLOPS, lane_padding
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ops.registry import CHANNEL_NORMS
 
+ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("silu", "sigmoid", "tanh", "mish"))
 ACTIVATION_SLOWDOWN = 1.15  # arithmetic of exp that traffic does not hide
 # Arithmetic on an element in float32 operations, at the rate of large products. erf takes 1.5 ps forward and 2.0 to 2.1
 # backward on H100 and on H200, whose memory is 1.4 times as fast; SiLU after a batch norm 1.4 forward, and 1.9 and 2.1
-# in the two passes of its backward (efficientnet_b3, H200).
-GELU = "aten.gelu.default"
-ELEMENT_FLOPS = {GELU: {"forward": 78.0, "backward": 106.0}, "aten.silu.default": {"forward": 72.0, "backward": 104.0}}
-# One of two passes sums over rows. On an H100, those of 0.6 to 2.5 GB in resnet101 take 1.07 to 1.16 times as long as
-# copies. On an H200, the statistics of efficientnet_b3 take 0.7 to 1.1 ps an element, more than their traffic.
-BATCH_NORM, BATCH_NORM_SLOWDOWN, STATISTICS_FLOPS = "aten.batch_norm.default", 1.15, 52.0
+# in the two passes of its backward, statistics of a batch norm 0.7 to 1.1 (efficientnet_b3, H200).
+BATCH_NORM = "aten.batch_norm.default"
+ELEMENT_FLOPS = {
+    "aten.gelu.default": {"forward": 78.0, "backward": 106.0},
+    "aten.silu.default": {"forward": 72.0, "backward": 104.0},
+    BATCH_NORM: {"forward": 52.0, "backward": 0.0},
+}
+# One of two passes sums over rows. On an H100, 0.6 to 2.5 GB in resnet101 take 1.07 to 1.16 times as long as copies.
+BATCH_NORM_SLOWDOWN = {"forward": 1.0, "backward": 1.15}
 NORM_BACKWARD_SLOWDOWN = 1.3  # partial sums of blocks of rows for the weights' gradients, in the same kernel
 TRANSPOSED_NORM_SLOWDOWN = 2.0  # rows of a norm or softmax whose elements lie apart
 # A residual stream keeps the layout of the first value in its sums, such as that of a convolution's transposed result.
@@ -107,8 +104,6 @@ def element_flops(op: Op, direction: Direction, graph: Graph, stats: GraphStats)
     """Float32 operations that take the time of an element of an operation's result if its traffic does not."""
     if op.target in ELEMENT_FLOPS:
         return ELEMENT_FLOPS[op.target][direction]
-    if op.target == BATCH_NORM and direction == "forward":
-        return STATISTICS_FLOPS
     if num_bytes := strided_bytes(op, graph, stats):
         return ACROSS_FLOPS[direction] * 2 / num_bytes
     return SOFTMAX_FLOPS * lane_padding(op.outputs[0].shape[-1]) if op.target in SOFTMAX else 0.0
@@ -136,10 +131,10 @@ def slowdown(kernel: FusedKernel, members: Sequence[Op], stats: GraphStats) -> f
     factor, is_transposed = 1.0, any(access.is_transposed for access in kernel.reads)
     for op in members:
         made = stats.ops[op.name].outputs
-        if op.target in ACTIVATIONS and op.target != GELU:
+        if op.target in ACTIVATIONS:
             factor = max(factor, ACTIVATION_SLOWDOWN)
         elif op.target == BATCH_NORM:
-            factor = max(factor, BATCH_NORM_SLOWDOWN if kernel.direction == "backward" else 1.0)
+            factor = max(factor, BATCH_NORM_SLOWDOWN[kernel.direction])
         elif op.target in CHANNEL_NORMS | SPATIAL_MEANS:
             factor = max(factor, COLUMN_SUM_SLOWDOWN)
         elif op.target in SOFTMAX:

@@ -33,6 +33,7 @@ from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.random_state import RandomState
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
+from autopar.sharding.tensors import contiguous_copy
 
 MODELS = itertools.count()  # numbers of the models of this process, equal on all ranks, which separate their keys
 
@@ -134,7 +135,7 @@ class SpmdBackend:
         received = {}
         for name, tensor in sorted(tensors.items()):  # one by one: a rank has no room for all of them
             if spec.rank == 0:
-                whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                whole = contiguous_copy(tensor)
             else:
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             try:

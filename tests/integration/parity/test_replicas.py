@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand, ranks_of
-from support.models import Autocast, Tied, TwoHeads, loss_in_bf16, loss_of_some, main_loss, tiny_vit
+from support.models import Autocast, Tied, TwoHeads, UNet, loss_in_bf16, loss_of_some, main_loss, tiny_vit
 from support.parity import images_and_labels
 from support.reference import Reference
 from torch import nn
@@ -307,9 +307,8 @@ def test_masters_without_memory_take_none() -> None:
 
 def test_channels_last_survives() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 72, 3), nn.ReLU(), nn.Conv2d(72, 72, 3, padding=2))
-    x, y = torch.randn(8, 3, 8, 8), torch.rand(8, 72, 8, 8)
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = UNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, y = torch.randn(8, 3, 8, 8).contiguous(memory_format=torch.channels_last), torch.rand(8, 1, 8, 8)
     states = []
     for zero in (0, 1, 2):
         plan = plan_by_hand(model, x, 1, [], dp=2, zero=zero, precision="bf16")
@@ -322,8 +321,10 @@ def test_channels_last_survives() -> None:
                 assert rank.weights[name].stride() == rank.compute_params.copies[name].stride() == parameter.stride()
                 if zero < 2 or rank.spec.owners[name] == rank.place.replica:
                     assert rank.updater.grad_buffer.views[name].stride() == parameter.stride()
-        assert all(tensor.is_contiguous() for tensor in (*pm.state_dict().values(), *pm.gradients().values()))
         states.append(pm.state_dict())
+        pm.forward_backward(x, y)
+        assert pm.gradients().keys() == dict(model.named_parameters()).keys()
+        assert all(tensor.is_contiguous() for tensor in (*states[-1].values(), *pm.gradients().values()))
     for name, tensor in states[0].items():
         assert torch.equal(states[1][name], tensor) and torch.equal(states[2][name], tensor)
 

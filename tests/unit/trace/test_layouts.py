@@ -168,7 +168,7 @@ def test_convolutions_stay_that_torch_compile_leaves(convolutions: list[nn.Conv2
 
 
 def test_grouped_convolutions_that_are_padded_are_in_channels_last() -> None:
-    """Those in 16 bits."""
+    """Groups are padded in 16 bits alone; others keep the graph contiguous."""
     model = nn.Sequential(nn.Conv2d(3, 96, 3), nn.Conv2d(96, 96, 3, groups=4))
     x = torch.randn(2, 3, 16, 16)
     expected: dict[Precision, bool] = {"fp32": False, "bf16": True}
