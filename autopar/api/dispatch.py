@@ -303,8 +303,11 @@ class Dispatcher:
             own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
             readers = [self.mesh.rank(Place(s, self.data_rank, t)) for s in range(self.mesh.pp) for t in range(tp)]
             return outputs.join(self.ranks.outputs(kept[own], source, readers))
-        sources = [self.mesh.rank(Place(last, replica)) for replica in range(self.mesh.dp)]
-        return outputs.join([parts for source in sources for parts in kept[source]])
+        parts: list[list[Any]] = []
+        for replica, size in enumerate(replica_sizes(sum(outputs.sizes), self.mesh.dp)):
+            count = len(microbatch_sizes(size, self.plan.microbatches))  # without those that were run again
+            parts += kept[self.mesh.rank(Place(last, replica))][:count]
+        return outputs.join(parts)
 
     def partition(self, request: BatchRequest, leaves: Sequence[Any]) -> BatchPartition:
         """The partition of a batch among the replicas that share it.
@@ -381,7 +384,7 @@ class Dispatcher:
     def microbatches(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
     ) -> list[list[Microbatch]]:
-        """Microbatches of each replica that shares the caller's batch."""
+        """Microbatches of each replica that shares the caller's batch; under ZeRO equally many, the last one again."""
         batch, sizes, specializations = request.call.batch, partition.all_sizes, partition.all_specializations
         parts = split_leaves(leaves, batch, sizes)
         targets: list[Any] = [None] * len(sizes)
@@ -394,7 +397,11 @@ class Dispatcher:
             targets = split_targets(request.target[0], batch, sizes)
         counters = self.rng_counters(sizes) if partition.has_random_ops else [None] * len(sizes)
         microbatches = map(Microbatch, specializations, parts, targets, shares, counters)
-        return [list(islice(microbatches, len(own))) for own in partition.sizes]
+        by_replica = [list(islice(microbatches, len(own))) for own in partition.sizes]
+        if self.plan.zero:  # replicas gather weights together, so all run as many microbatches
+            for own in by_replica:
+                own += [(own or by_replica[0])[-1]] * (len(by_replica[0]) - len(own))
+        return by_replica
 
     def rng_counters(self, sizes: list[int]) -> list[torch.Tensor]:
         """RNG counters of each microbatch, int64 [samples, counters]; samples count since the last update, globally."""

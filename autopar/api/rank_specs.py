@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.api.options import Options
 from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import graph_module
-from autopar.ir.graph import Weight
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, Weight
 from autopar.ir.layout import REPLICATED, TP
 from autopar.measure.compile_ahead import compile_ahead
+from autopar.ops.regions import parameter_blocks
+from autopar.ops.registry import views_of_weights
 from autopar.runtime.launch.devices import Machine
+from autopar.runtime.optim.build import uncut_params
 from autopar.runtime.params.flat_buckets import replica_owners
 from autopar.runtime.spec import RankSpec, TrainingRecipe
 from autopar.trace.passes.precision import mixed_dtype
@@ -33,9 +37,12 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
 
     pairs = {(e.src, e.dst) for v in programs.specializations.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
+    zero = programs.plan.zero
+    sharing = parameter_sharing(programs, recipe) if zero == 3 else None
     owners: Mapping[str, int] = {}
-    if programs.plan.zero:
-        owners = replica_owners([local(stage, 0) for stage in range(mesh.pp)], positions, mesh.dp)
+    if zero:
+        stages = [[w for w in local(s, 0) if sharing is None or w.name in sharing.owned] for s in range(mesh.pp)]
+        owners = replica_owners(stages, positions, mesh.dp)
     compiled = options.execution_mode(machine.device_type).compiled
     first = RankSpec(
         rank=0,
@@ -47,12 +54,14 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
         stage_edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
         recipe=recipe,
-        trainable=tuple(weight for weight in programs.example.weights if weight.requires_grad),
+        trainable=trained_weights(programs.example),
         storage=stored,
         whole_shapes={w.name: w.shape for w in programs.example.weights if stored.get(w.name, REPLICATED).ragged},
-        zero=programs.plan.zero,
+        zero=zero,
         reduce_dtype=programs.plan.reduce_dtype,
         owners=owners,
+        blocks=sharing.blocks if sharing is not None else {},
+        kept=sharing.kept if sharing is not None else frozenset(),
         autocast=mixed_dtype(programs.example, programs.plan.precision),
         chunks=programs.plan.chunks,
         cuda_graph=options.cuda_graph is not False,
@@ -71,3 +80,56 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         )
         for rank in range(mesh.devices)
     ]
+
+
+def trained_weights(graph: Graph) -> tuple[Weight, ...]:
+    """Trainable weights of a graph, in its order."""
+    return tuple(weight for weight in graph.weights if weight.requires_grad)
+
+
+MAX_NAMED = 5  # blocks that a message names
+
+
+@dataclass(frozen=True)
+class ParameterSharing:
+    """How replicas share the trainable weights of a model under ZeRO-3.
+
+    Args:
+        blocks: block of each weight.
+        owned: weights that one replica updates whole, because the optimizer needs them so, or because other stages or
+            shards add to their gradients.
+        kept: weights whose gathered values stay allocated.
+    """
+
+    blocks: Mapping[str, str]
+    owned: frozenset[str]
+    kept: frozenset[str]
+
+
+def parameter_sharing(programs: ProgramCache, recipe: TrainingRecipe) -> ParameterSharing:
+    """Sharing of the weights under ZeRO-3."""
+    graph, plan = programs.example, programs.plan
+    trained = {weight.name for weight in graph.weights if weight.requires_grad}
+    blocks = {name: name.partition(".")[0] for name in trained} | parameter_blocks(graph.ops, trained)
+    summed = {
+        name
+        for name in trained
+        if len(programs.positions[name]) > 1 or TP in programs.storage.get(name, REPLICATED).partial_gradient
+    }
+    # A value that leaves a stage may be on its way while its slot is filled again.
+    leaving = {
+        views_of_weights(program.ops, trained).get(name, name)
+        for specialization in programs.specializations.values()
+        for program in specialization.programs
+        for name in program.results
+    }
+    owned = summed | (uncut_params(recipe.optimizer, trained_weights(graph)) if recipe.optimizer else set())
+    unknown = [block for block in plan.param_blocks if block not in blocks.values()]
+    if unknown:
+        raise PlanError(
+            f"The plan's field param_blocks names {unknown[0]!r}, which is no block of {plan.model.name}. It has "
+            f"{', '.join(list(dict.fromkeys(blocks.values()))[:MAX_NAMED])}, …."
+        )
+    kept = {name for name, block in blocks.items() if plan.param_blocks.get(block) == "kept"}
+    kept |= summed | (leaving & trained)
+    return ParameterSharing(blocks, frozenset(owned), frozenset(kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import getitem
@@ -32,12 +32,16 @@ from autopar.ir.names import unused_name
 from autopar.ir.program import Program
 from autopar.ir.units import plural
 from autopar.ops.regions import region_starts, writes_into_value
-from autopar.ops.registry import operator
+from autopar.ops.registry import operator, views_of_weights
 
 # Names that the code of an fx.GraphModule uses; arguments must not shadow them.
 RESERVED = ("self", "torch", "device", "inf", "nan")
 SAME_KEYS: Mapping[str, str] = MappingProxyType({})
-NO_WAITS: Mapping[str, Callable[[], None]] = MappingProxyType({})
+WaitLookup = Callable[[Collection[str]], Callable[[], None] | None]
+
+
+def no_waits(names: Collection[str]) -> None:
+    """Weights that need no gather."""
 
 
 def graph_module(
@@ -45,7 +49,7 @@ def graph_module(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     axes: Mapping[str, str] = SAME_KEYS,
-    waits: Mapping[str, Callable[[], None]] = NO_WAITS,
+    waits: WaitLookup = no_waits,
     sums: MainGradLookup = no_main_grads,
     compiled: bool = False,
     ahead: CompileAhead | None = None,
@@ -58,8 +62,8 @@ def graph_module(
         weights: at least the program's weights, by name; not copied, so that several modules can share them.
         device: replaces every device in the trace.
         axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; by default the axis's name.
-        waits: for each weight that may still be gathered (ZeRO prefetch), a function that waits for it. Several
-            weights can share one. It is called before the first operation, region or segment that reads one of them.
+        waits: returns a function that waits for weights which may have to be gathered (ZeRO), or None where none of
+            them has. It is called before operations, regions and segments that read them.
         sums: returns the key of a weight's main gradient, into which its compiled linear layer accumulates, or None.
         compiled: compile the operations with torch.compile, region by region, at the first call.
         ahead: as in `autopar.codegen.compile.compiled_region`.
@@ -73,6 +77,7 @@ def graph_module(
         program, added = fuse_wgrad(program, sums)
         attributes |= added
     values = {v.name: v for v in program.values}
+    waits = with_views(waits, program)
 
     emit_region = partial(emit_module, held={}, device=device, axes=dict(axes), class_name="Region")  # can be pickled
 
@@ -92,7 +97,7 @@ def graph_module(
     else:
         modules = {
             s.name: CheckpointedSegment(
-                emit_module(s.ops, s.reads, s.makes, attributes, device, axes, "Segment"),
+                emit_module(s.ops, s.reads, s.makes, attributes, device, axes, "Segment", waits_at_start(waits, s)),
                 [attributes[name] for name in s.mutates],
                 s.is_random,
             )
@@ -101,6 +106,21 @@ def graph_module(
         steps = (*program.ops[:first], *segments, *program.ops[end:])
     held = attributes | modules
     return emit_module(steps, program.arguments, program.results, held, device, axes, f"Stage{program.stage}", waits)
+
+
+def with_views(waits: WaitLookup, program: Program) -> WaitLookup:
+    """The waits, also for values of the program that are views of weights."""
+    viewed = views_of_weights(program.ops, {weight.name for weight in program.weights})
+    return lambda names: waits([viewed.get(name, name) for name in names])
+
+
+def waits_at_start(waits: WaitLookup, segment: Segment) -> WaitLookup:
+    """Waits for all weights of a segment before the first operation that reads one.
+
+    The second run of the segment is part of a backward, which then reads all of them.
+    """
+    ready = waits([name for op in segment.ops for name in op.reads])
+    return lambda names: ready if waits(names) is not None else None
 
 
 def region_spans(program: Program, start: int, end: int) -> list[tuple[int, int]]:
@@ -117,7 +137,7 @@ def emit_module(
     device: torch.device,
     axes: Mapping[str, str],
     class_name: str,
-    waits: Mapping[str, Callable[[], None]] = NO_WAITS,
+    waits: WaitLookup = no_waits,
 ) -> fx.GraphModule:
     """A module that takes arguments, runs operations and segments, and returns a tuple of results, all by name.
 
@@ -137,14 +157,15 @@ def emit_module(
     nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in arguments}
     for name in [name for name in attributes if name not in {s.name for s in segments}]:
         nodes[name] = graph.create_node("get_attr", name, name=names[name])
-    waiting: dict[Callable[[], None], str] = {}
+    called: list[Callable[[], None]] = []
 
     def wait(reads: Iterable[str]) -> None:
-        for ready in dict.fromkeys(waits[name] for name in reads if name in waits):
-            if ready not in waiting:
-                waiting[ready] = f"wait_{len(waiting)}"
-                attributes[waiting[ready]] = Wait(ready)
-                graph.call_module(waiting[ready])
+        ready = waits([*reads])
+        if ready is not None and called[-1:] != [ready]:
+            name = f"wait_{len(called)}"
+            called.append(ready)
+            attributes[name] = Wait(ready)
+            graph.call_module(name)
 
     for step in steps:
         if isinstance(step, Segment):

@@ -34,6 +34,8 @@ class Group:
         forward_collective_seconds, backward_collective_seconds: time of tensor-parallel collectives.
         symmetric_buffer_bytes: symmetric memory that the group's largest collective needs, 0 where it uses none.
         workspace_bytes: memory that kernels may take while none of the group's other memory is freed yet.
+        forward_exchange_seconds, backward_exchange_seconds: waits for sharded parameters and for the reduction of
+            gradients that compute does not hide, and compute that they slow down (ZeRO-3).
     """
 
     name: str
@@ -52,6 +54,8 @@ class Group:
     workspace_bytes: int = 0
     segments: tuple[int, ...] = (0,)
     recompute_seconds: float = 0.0
+    forward_exchange_seconds: float = 0.0
+    backward_exchange_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -70,10 +74,11 @@ class Group:
             counted_bytes: part of ``kept_bytes`` that counts elsewhere.
             restored_before: part of ``segment_bytes`` that its stage does not restore.
         """
+        again = self.forward_seconds - self.forward_exchange_seconds  # one gather serves the second run too
         return replace(
             self,
-            backward_seconds=self.backward_seconds + self.forward_seconds,
-            recompute_seconds=self.forward_seconds,
+            backward_seconds=self.backward_seconds + again,
+            recompute_seconds=again,
             saved_bytes=self.kept_bytes - counted_bytes,
             transient_bytes=self.transient_bytes + self.segment_bytes - restored_before,
             backward_collective_seconds=self.backward_collective_seconds + self.forward_collective_seconds,
@@ -119,6 +124,9 @@ class ResidentTensor:
             accumulates into the main gradient.
         copy_bytes: the low-precision copy that programs read, 0 where they read the stored weight.
         flattened_grad_bytes: gradient that is flattened for the sum over shards.
+        block: under ZeRO-3, the weight's block of parameters.
+        is_gathered: whether replicas gather the weight before each use; ``num_bytes`` then has the rank's part of what
+            programs read.
         activation: keepers, of which ``groups`` are those without recomputation. If it is None, ``groups`` keep the
             tensor while their segment does not recompute.
     """
@@ -136,6 +144,8 @@ class ResidentTensor:
     wgrad_bytes: int = 0
     copy_bytes: int = 0
     flattened_grad_bytes: int = 0
+    block: str = ""
+    is_gathered: bool = False
     activation: Activation | None = None
 
     @property

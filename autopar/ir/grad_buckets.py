@@ -1,12 +1,12 @@
-"""Which weights share a gradient bucket, and which replica updates each of them.
+"""Which weights share a bucket, and which replica updates each of them.
 
-Every replica owns whole parameters, never parts: optimizers that need a parameter's norm stay right under ZeRO.
+Under ZeRO-1 and -2 every replica owns whole parameters, so that optimizers that need a parameter's norm stay right.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
@@ -23,6 +23,9 @@ MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # size up to which a group grows in search
 # Flat buffers of a rank in which gradients travel between replicas while their buckets have no memory of their own: one
 # that a backward fills, and one that is being reduced. Buckets take turns.
 NUM_GRAD_SLOTS = 2
+# Buffers of a rank in which blocks of parameters take turns under ZeRO-3: two that a compiled region reads, which may
+# reach from one block into the next, and one that is being gathered.
+NUM_PARAM_SLOTS = 3
 # With a larger share and more bytes, a bucket's segments are not padded to one length.
 MAX_PADDING_SHARE = 1 / 8
 # Moving so much padding takes as long as starting one more collective: 25 µs over NVLink.
@@ -91,6 +94,37 @@ def group_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int =
         classes[weight.stored_dtype, weight.dtype].append(weight)
     place = {weight.name: i for i, weight in enumerate(reversed(weights))}
     groups = [group for alike in classes.values() for group in split_weights(alike, num_owners, limit_bytes)]
+    return sorted(groups, key=lambda group: place[group[-1].name])
+
+
+def block_groups(
+    weights: Sequence[Weight],
+    blocks: Mapping[str, str],
+    alike: Callable[[Weight], Hashable],
+    limit_bytes: int = BUCKET_BYTES,
+) -> list[list[Weight]]:
+    """Groups of a rank's weights, one per bucket of ZeRO-3, in the order in which a backward fills them.
+
+    A group is a block's weights of one pair of dtypes, or those of several blocks up to ``limit_bytes``.
+
+    Args:
+        blocks: block of each weight.
+        alike: what else the weights of a group share.
+    """
+    place = {weight.name: i for i, weight in enumerate(reversed(weights))}
+    classes: defaultdict[Hashable, dict[str, list[Weight]]] = defaultdict(dict)
+    for weight in reversed(weights):
+        kind = weight.stored_dtype, weight.dtype, alike(weight)
+        classes[kind].setdefault(blocks[weight.name], []).append(weight)
+    groups: list[list[Weight]] = []
+    for by_block in classes.values():
+        current: list[Weight] = []
+        for block in by_block.values():
+            if current and sum(w.stored_bytes for w in (*current, *block)) > limit_bytes:
+                groups.append(current)
+                current = []
+            current = [*current, *block]
+        groups.append(current)
     return sorted(groups, key=lambda group: place[group[-1].name])
 
 

@@ -18,6 +18,7 @@ from autopar.ir.microbatches import microbatch_size
 from autopar.ir.plan_invariants import check_invariants
 from autopar.ir.plan_parts import (
     Alternative,
+    BlockParams,
     BlockSharding,
     HardwareInfo,
     Message,
@@ -52,7 +53,10 @@ class Plan:
         listed
             follows the layouts that it reads.
         blocks: the shardings for people.
-        zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
+        zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3 that
+            and the parameters.
+        param_blocks: under ZeRO-3, whether the parameters of a block (`autopar.ops.regions.parameter_blocks`) are
+            gathered before each use, in forwards and backwards, or once a step, and kept. Others are gathered.
         reduce_dtype: dtype in which gradients travel between replicas.
         channels_last: whether the model's images are copied to channels_last for its convolutions.
         seconds_without_limit: the step without the memory limit; None where that is hardly shorter, in plans made by
@@ -77,6 +81,7 @@ class Plan:
     shardings: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
     zero: ZeroStage = 0
+    param_blocks: Mapping[str, BlockParams] = field(default_factory=dict)
     reduce_dtype: ReduceDtype = "float32"
     channels_last: bool = False
     blocks: tuple[BlockSharding, ...] = ()

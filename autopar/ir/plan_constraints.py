@@ -30,7 +30,9 @@ class PlanConstraints:
 
     Args:
         pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
-        zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients.
+        zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3
+            that and the parameters, as FSDP does; the planner then chooses the blocks that are gathered before each
+            use. None or "auto" takes the fastest that fits.
         reduce_dtype: dtype in which gradients travel between replicas. "float32" is that of main gradients (float64 in
             a float64 model). "bfloat16" halves the bytes and rounds each gradient; NCCL and Gloo round partial sums
             too, peer GPUs add in float32. Main gradients stay float32, and accumulate in it.
@@ -88,6 +90,8 @@ class PlanConstraints:
     def __post_init__(self) -> None:
         for name in ("pp", "tp", "dp", "chunks", "microbatches", "microbatch_size"):
             check_whole(name, getattr(self, name))
+        if self.zero == "auto":  # as the other choices that are left open say it
+            object.__setattr__(self, "zero", None)
         check_zero(self.zero)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))
@@ -140,11 +144,11 @@ def check_switch(name: str, value: object) -> None:
 
 
 def check_zero(stage: object) -> None:
-    """Raise a UsageError unless a ZeRO stage is None, 0, 1 or 2."""
+    """Raise a UsageError unless a ZeRO stage is None, 0, 1, 2 or 3."""
     if isinstance(stage, bool) or stage not in (None, *get_args(ZeroStage)):
         raise UsageError(
-            f"zero={stage!r} is no ZeRO stage. It is 0, 1 or 2: replicas divide nothing, the optimizer's state, or "
-            "that and the gradients; leave it out to have it chosen."
+            f"zero={stage!r} is no ZeRO stage. It is 0, 1, 2 or 3: replicas divide nothing, the optimizer's state, "
+            "the gradients too, or the parameters too; leave it out to have it chosen."
         )
 
 

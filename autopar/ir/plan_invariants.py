@@ -61,7 +61,9 @@ def check_shardings(plan: PlanView, fail: Fail) -> None:
     if plan.zero and plan.mesh.dp == 1:
         fail("zero", "needs replicas to share the optimizer's state; mesh.dp is 1.")
     if plan.zero == 2 and plan.microbatches > 1:
-        fail("zero", f"is 2, which is for one microbatch a step; microbatches is {plan.microbatches}. Use zero 1.")
+        fail("zero", f"is 2, which is for one microbatch a step; microbatches is {plan.microbatches}. Use zero 1 or 3.")
+    if plan.param_blocks and plan.zero != 3:
+        fail("param_blocks", f"is for zero 3; zero is {plan.zero}.")
 
 
 def check_prediction(plan: PlanView, fail: Fail) -> None:

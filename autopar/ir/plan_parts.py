@@ -19,7 +19,8 @@ Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # as requested
 StageRecompute = Literal["none", "all"] | int  # a number of segments
 ReduceDtype = Literal["float32", "bfloat16"]  # in which gradients travel between replicas
-ZeroStage = Literal[0, 1, 2]  # what replicas divide: nothing, optimizer state, that and gradients
+ZeroStage = Literal[0, 1, 2, 3]  # what replicas divide: nothing, optimizer state, gradients too, parameters too
+BlockParams = Literal["gathered", "kept"]  # before each use, or once a step
 PriceSource = Literal["analytic", "measured", "mixed"]  # mixed: some operations were timed
 COMMUNICATION = ("links", "network", "overlap")  # names of parts of a step
 TIMED = "timed operations"  # part of a step of mixed prices
@@ -349,6 +350,8 @@ class PlanView(Protocol):
     def strategies(self) -> Mapping[str, str]: ...
     @property
     def zero(self) -> ZeroStage: ...
+    @property
+    def param_blocks(self) -> Mapping[str, BlockParams]: ...
     @property
     def reduce_dtype(self) -> ReduceDtype: ...
     @property

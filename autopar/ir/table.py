@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import hypot
 
 from rich.console import RenderableType
 from rich.table import Column, Table
 
+from autopar.ir.layout import pattern_of
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
 from autopar.ir.plan_parts import (
@@ -152,6 +154,7 @@ def footer(plan: PlanView) -> Table:
     rows += one_device_rows(plan)
     rows += basis_rows(prediction.parts)
     rows += step_parts(seconds, prediction.reduce_seconds, prediction.optimizer_seconds)
+    rows += param_rows(plan)
     rows += measuring_rows(plan.solver.measuring)
     if plan.chunks > 1:
         fullest = max(range(plan.mesh.devices), key=lambda rank: prediction.peak_bytes[rank])
@@ -168,6 +171,23 @@ def footer(plan: PlanView) -> Table:
         more = f", {len(plan.exceptions) - 3} more" if len(plan.exceptions) > 3 else ""
         rows.append(("exceptions", f"{plural(len(plan.exceptions), 'operation')} outside their range: {listed}{more}"))
     return labelled(rows)
+
+
+def param_rows(plan: PlanView) -> list[tuple[str, str]]:
+    """Labelled line: the blocks whose parameters are gathered before each use, and those that are kept (ZeRO-3)."""
+    words = {"gathered": "gathered before each use", "kept": "gathered once a step"}
+    texts: list[str] = []
+    for state, word in words.items():
+        names = [name for name, own in plan.param_blocks.items() if own == state]
+        counts = Counter(map(pattern_of, names))
+        listed = (f"{pattern} ({n})" if n > 1 else pattern_name(pattern, names) for pattern, n in counts.items())
+        texts += [f"{word}: {', '.join(listed)}"] if names else []
+    return [("parameters", "; ".join(texts))] if texts else []
+
+
+def pattern_name(pattern: str, names: Sequence[str]) -> str:
+    """The only name that fits a pattern."""
+    return next(name for name in names if pattern_of(name) == pattern)
 
 
 def one_device_rows(plan: PlanView) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> t
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
     sizes = Counter(path for op in ops for path in numbered_modules(op.module))
-    homes = [next((p for p in numbered_modules(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
+    homes = block_homes(ops)
     starts, end, is_after_product = [0], 0, False
     for home, run in groupby(homes):
         begin, end = end, end + len(list(run))
@@ -57,6 +57,28 @@ def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> t
             starts.append(start)
             is_after_product = product is not None
     return tuple(sorted({*starts, *required_starts}))
+
+
+def block_homes(ops: Sequence[Op]) -> list[str]:
+    """The numbered module that each operation belongs to, the innermost of `MIN_REGION_OPS` operations; else empty."""
+    sizes = Counter(path for op in ops for path in numbered_modules(op.module))
+    return [next((p for p in numbered_modules(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
+
+
+def op_blocks(ops: Sequence[Op]) -> dict[str, str]:
+    """The block of each operation, by name: its numbered module, such as ``blocks.3``, or else its outermost module,
+    such as ``patch_embed``."""
+    return {op.name: home or op.module.partition(".")[0] for op, home in zip(ops, block_homes(ops), strict=True)}
+
+
+def parameter_blocks(ops: Sequence[Op], names: Collection[str]) -> dict[str, str]:
+    """The block of each parameter that operations read: that of its first reader."""
+    home, blocks = op_blocks(ops), dict[str, str]()
+    for op in ops:
+        for name in op.reads:
+            if name in names:
+                blocks.setdefault(name, home[op.name])
+    return blocks
 
 
 def product_end(block: Sequence[Op]) -> int | None:

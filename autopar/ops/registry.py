@@ -6,7 +6,7 @@ torch's own meta kernels compute these results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,15 @@ def memory_of(graph: Graph, name: str) -> str:
     while (maker := graph.producer.get(name)) is not None and returns_view(maker):
         name = maker.reads[0]
     return name
+
+
+def views_of_weights(ops: Iterable[Op], weights: Collection[str]) -> dict[str, str]:
+    """The weight of which each value may be a view; other values are left out."""
+    viewed: dict[str, str] = {}
+    for op in ops:
+        if op.reads and returns_view(op) and (root := viewed.get(op.reads[0], op.reads[0])) in weights:
+            viewed |= {value.name: root for value in op.outputs}
+    return viewed
 
 
 # -- without data ---------------------------------------------------------------------------------------------------

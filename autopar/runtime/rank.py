@@ -79,17 +79,24 @@ class Rank:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
-            tensor = tensors[weight.name].detach().to(self.device)
+            tensor = tensors[weight.name].detach()
+            if not (spec.zero == 3 and weight.requires_grad):  # otherwise the device gets this replica's piece only
+                tensor = tensor.to(self.device)
             assert tuple(tensor.shape) == weight.shape, f"{weight.name}: {list(tensor.shape)} for {list(weight.shape)}"
             tensor = with_strides(tensor, weight.value.stride)
             is_parameter = weight.kind == "parameter"
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport, self.flag_recorder)
+        self.sharded = self.updater.sharded
+        # What this rank stores of each weight: under ZeRO a piece of each trainable one, or nothing.
+        self.stored = dict(self.weights)
+        if self.sharded is not None:
+            self.stored = {n: t for n, t in self.stored.items() if n not in self.trainable} | self.sharded.pieces
         ema = spec.recipe.ema
-        self.ema = Average(ema, self.weights, {w.name: w for w in spec.weights}) if ema else None
+        self.ema = Average(ema, self.stored, {w.name: w for w in spec.weights}) if ema else None
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages are in their place
-        self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
+        self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.sharded)
         self.loss_fn: LossFunction = spec.recipe.loss_fn
         if self.is_last_stage:
             self.loss_fn = moved_to(self.loss_fn, self.device)
@@ -105,7 +112,7 @@ class Rank:
         self.buffers_diverged = False  # whether training has changed buffers, differently on each replica
         self.data_bytes = 0
         # Memory of libraries is not the model's: torch.optim alone imports over 100 MB.
-        self.base_bytes = resident_bytes() - sum(t.nbytes for t in self.weights.values())
+        self.base_bytes = resident_bytes() - self.weight_bytes()
 
     def parameter(self, name: str) -> nn.Parameter:
         parameter = self.weights[name]
@@ -158,10 +165,12 @@ class Rank:
         def chunk(program: Program) -> ChunkModule:
             weights = {**tensors, **copies.copies_for(program)}
             return ChunkModule(
-                program, self.spec.build(program, weights, self.device, self.axes, copies.waits, main_grad_of)
+                program, self.spec.build(program, weights, self.device, self.axes, copies.wait_for, main_grad_of)
             )
 
         self.chunks[key] = tuple(map(chunk, programs))
+        if self.sharded is not None and self.sharded.allocate_slots() and self.graphs is not None:
+            self.graphs.forget()  # they read weights where these were
         training = [program for program in programs if program.mode == "train"]
         self.updated_buffers |= self.weights.keys() & {name for p in training for op in p.ops for name in op.mutates}
 
@@ -194,6 +203,8 @@ class Rank:
                 self.device, loss_fn, request.training, batch_loss,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
+            if self.sharded is not None and self.sharded.slots and request.training:
+                step.saving = self.sharded.saving
         return self.bound_steps[key]
 
     def step_loss(self) -> LossFunction:
@@ -207,9 +218,7 @@ class Rank:
     def forward(self, request: StepRequest) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
         self.broadcast_buffers(request.mode)
-        if not request.programs:  # fewer samples than replicas: this one only takes part in gathering weights
-            self.compute_params.refresh()
-            self.compute_params.wait()
+        if not request.programs:  # fewer samples than replicas
             return []
         with self.staging.staged(request.data) as data:
             return self.execute(replace(request, data=data), update_follows=False).outputs
@@ -219,14 +228,8 @@ class Rank:
         """Marks of the last step's actions."""
         return self.current_step.marks if self.current_step is not None else ()
 
-    def release_masters(self) -> None:
-        """Before a training step, free masters that it does not read; with averages, which read all, keep them."""
-        if self.ema is None:
-            self.compute_params.free_remote_masters()
-
     def forward_backward(self, request: StepRequest) -> RankStepResult:
         """Accumulate gradients."""
-        self.release_masters()
         self.has_pending_grads = True
         start = self.stopwatch.mark()
         self.broadcast_buffers(request.mode)
@@ -237,7 +240,6 @@ class Rank:
 
     def train_step(self, request: StepRequest) -> RankStepResult:
         """Gradients and an update, which includes gradients that earlier calls accumulated."""
-        self.release_masters()
         start = self.stopwatch.mark()
         self.broadcast_buffers(request.mode)
         with self.staging.staged(request.data) as data:
@@ -285,7 +287,7 @@ class Rank:
     def execute(self, request: StepRequest, update_follows: bool) -> StepTensors:
         self.current_step = step = self.bound_step(request)
         step.loss_scale = self.updater.loss_scale
-        self.compute_params.refresh(always=update_follows)
+        self.compute_params.refresh(step.bucket_reads, always=update_follows)
         if request.training:
             self.updater.grad_buffer.detach_from_params()
         reduces = request.training and (update_follows or self.updater.reduces_each_call)
@@ -293,11 +295,12 @@ class Rank:
             self.updater.set_used_params(step.trained_weights)
         batch = leaves((request.data.inputs, request.data.targets))
         self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
-        before_last = self.updater.enable_sync if reduces else None
-        results = step.run(request.data, request.keep_outputs, before_last)
+        results = step.run(request.data, request.keep_outputs, self.updater.begin_backward if reduces else None)
         if reduces:
             self.updater.flush_remaining()
         self.compute_params.wait()
+        if self.sharded is not None:
+            step.bucket_reads = tuple(self.sharded.reads)
         if request.training and not update_follows:
             self.updater.attach_gradients()
         return results
@@ -326,11 +329,8 @@ class Rank:
     def after_update(self, num_updates: int) -> None:
         """After weights have changed, each on the replica that updates it: invalidate copies, update averages."""
         self.has_pending_grads = False
-        if self.updater.zero_gather is not None:
-            self.updater.zero_gather.mark_updated()
         self.compute_params.invalidate()
         if self.ema is not None:
-            self.gather_weights()
             self.ema.update(num_updates + 1)
 
     def zero_grad(self) -> None:
@@ -349,44 +349,56 @@ class Rank:
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def gather_weights(self) -> None:
-        """All-gather the stored weights under ZeRO; all replicas call."""
-        if self.updater.zero_gather is not None:
-            self.updater.zero_gather.gather_masters()
-
     def state(self) -> dict[str, torch.Tensor]:
         """CPU copies of this rank's parts of the weights; each part comes from one rank of the mesh."""
-        self.gather_weights()
-        if self.place.replica != 0:
-            return {}
-        return {n: contiguous_copy(t) for n, t in self.weights.items() if self.spec.has_first_copy(n)}
+        return self.whole_parts(self.stored)
 
     def ema_state(self) -> dict[str, torch.Tensor]:
         """CPU copies of the averages of the weights that `state` returns."""
         assert self.ema is not None
-        if self.place.replica != 0:
-            return {}
-        return {n: contiguous_copy(t) for n, t in self.ema.tensors().items() if self.spec.has_first_copy(n)}
+        return self.whole_parts(self.ema.tensors())
+
+    def whole_parts(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """CPU copies of this rank's parts of weights, or of their averages, gathered from what the replicas store."""
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(name: str, tensor: torch.Tensor) -> None:
+            if self.place.replica == 0 and self.spec.has_first_copy(name):
+                found[name] = contiguous_copy(tensor)
+
+        for name in stored.keys() - (self.sharded.pieces.keys() if self.sharded is not None else ()):
+            keep(name, stored[name])
+        if self.sharded is not None:
+            for name, tensor in self.sharded.gathered(stored):
+                keep(name, tensor)
+        return {name: found[name] for name in self.weights if name in found}
 
     def swap_ema(self, averages: bool) -> None:
         """Put the averages in the place of the weights, or restore the weights."""
         assert self.ema is not None and averages == (self.saved_weights is None)
         if self.saved_weights is None:
             tensors = self.ema.tensors()
-            self.gather_weights()
-            self.saved_weights = {name: self.weights[name].detach().clone() for name in tensors}
-            self.load(tensors)
+            self.saved_weights = {name: self.stored[name].detach().clone() for name in tensors}
+            self.overwrite(tensors)
         else:
-            self.load(self.saved_weights)
+            self.overwrite(self.saved_weights)
             self.saved_weights = None
         self.buffers_diverged = True  # each replica has its own buffers and averages of them
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the named weights with this rank's parts of them; all replicas load equal parts."""
-        self.gather_weights()
+        sharded = self.sharded
+        if sharded is not None:
+            tensors = {
+                n: sharded.piece_of(n, t) if n in sharded.pieces else t for n, t in tensors.items() if n in self.stored
+            }
+        self.overwrite(tensors)
+
+    def overwrite(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite what this rank stores of the named weights."""
         with torch.no_grad():
             for name, tensor in tensors.items():
-                self.weights[name].copy_(tensor)
+                self.stored[name].copy_(tensor)
         self.compute_params.invalidate()
 
     # A worker's start does not import torch.distributed.checkpoint: it takes 0.7 of the 2.8 s of a start's imports.
@@ -400,7 +412,6 @@ class Rank:
         """Write this rank's share of a checkpoint; returns the error if it failed on any rank."""
         from autopar.runtime.checkpoint import save_load
 
-        self.gather_weights()
         return save_load.save(self, folder, header, keep)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
@@ -416,7 +427,6 @@ class Rank:
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer's tensors are replaced
         self.has_pending_grads = False
-        self.gather_weights()  # allocates the memory that the checkpoint is read into
         result = save_load.load(self, folder, header)
         self.compute_params.invalidate()
         if not isinstance(result, CheckpointError):
@@ -429,10 +439,14 @@ class Rank:
         The whole gradients are their sums over replicas, tied stages and, where the gradient is partial, shards. If
         several shards have equal gradients, only the first shard returns them.
         """
+        gradients = {name: p.grad for name, p in self.trainable.items() if p.grad is not None}
+        for name, piece in self.updater.updated.items():
+            if piece.grad is not None and name not in gradients:
+                gradients[name] = self.sharded.whole_of(name, piece.grad) if self.sharded is not None else piece.grad
         return {
-            name: (p.grad.detach().cpu() / self.updater.loss_scale).contiguous()
-            for name, p in self.trainable.items()
-            if p.grad is not None and (self.place.shard == 0 or self.spec.layout(name) != REPLICATED)
+            name: (gradient.detach().cpu() / self.updater.loss_scale).contiguous()
+            for name, gradient in gradients.items()
+            if self.place.shard == 0 or self.spec.layout(name) != REPLICATED
         }
 
     def close(self) -> None:
@@ -451,7 +465,6 @@ class Rank:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.train_step(request)
             return self.peak_bytes()
-        self.release_masters()
         standing = self.standing_bytes()
         with TensorPeak() as peak:
             self.train_step(request)
@@ -459,10 +472,13 @@ class Rank:
 
     def standing_bytes(self) -> int:
         """Bytes of tensors that are allocated between steps."""
-        # Freed masters are expanded from one number; several weights may share memory.
-        weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
         averages = self.ema.num_bytes if self.ema is not None else 0
-        return weights + self.compute_params.num_bytes + self.updater.standing_bytes() + averages
+        return self.weight_bytes() + self.updater.standing_bytes() + averages
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights and of their copies."""
+        whole = self.weights.keys() - (self.trainable.keys() if self.sharded is not None else ())
+        return sum(self.weights[name].nbytes for name in whole) + self.compute_params.num_bytes
 
     def stats(self) -> RankStats:
         """Measurements of the last step."""

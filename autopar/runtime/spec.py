@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from autopar.sharding.outputs import Outputs
 from autopar.sharding.tensors import local_part, whole_shape
 
 LossOver = Literal["microbatch", "batch"]
-WeightWaits = Mapping[str, Callable[[], None]]
+WeightWaits = Callable[[Collection[str]], Callable[[], None] | None]
 MainGradOf = Callable[[str], torch.Tensor | None]
 BuildModule = Callable[
     [Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], WeightWaits, MainGradOf], nn.Module
@@ -73,15 +74,18 @@ class RankSpec:
 
     Args:
         build: makes a module of a program, its weights, a device, the communicator keys of mesh axes, the waits for
-            weights that are being gathered, and the access to main grads.
+            weights that are gathered, and the access to main grads.
         compiled: whether these modules are compiled by torch.compile.
         weights: weights that this rank holds, in the model's order, with the shapes of its parts.
         storage: layout of each weight that is not simply replicated over the tensor axis.
         whole_shapes: shapes of the whole weights whose parts differ in size between shards.
         holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
         zero: ZeRO stage.
+        blocks: under ZeRO-3, the block of each trainable weight: weights that are gathered together.
+        kept: under ZeRO-3, weights whose gathered values stay allocated.
         reduce_dtype: dtype in which gradients travel between replicas.
-        owners: from ZeRO stage 1 on, the replica that updates each trainable weight of the model; else empty.
+        owners: the replica that updates each trainable weight of the model, at ZeRO stages 1 and 2. At stage 3, where
+            replicas share the elements of weights, only of those that are not cut. Empty without ZeRO.
         stage_edges: directed pairs of stages that exchange tensors.
         chunks: number of stages of each rank.
         trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
@@ -108,6 +112,8 @@ class RankSpec:
     zero: ZeroStage = 0
     reduce_dtype: ReduceDtype = "float32"
     owners: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
     autocast: str | None = None
     chunks: int = 1
     region: str = "the whole model"
@@ -117,6 +123,15 @@ class RankSpec:
     settings: TorchSettings = field(default_factory=TorchSettings.current)
     compiled: bool = False
     checkpoint_seconds: float = CHECKPOINT_SECONDS
+
+    @cached_property
+    def cut(self) -> frozenset[str]:
+        """Trainable weights whose elements replicas share, wherever a segment ends."""
+        return (
+            frozenset(w.name for w in self.weights if w.requires_grad) - self.owners.keys()
+            if self.zero == 3
+            else (frozenset())
+        )
 
     @property
     def place(self) -> Place:

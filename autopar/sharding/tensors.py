@@ -54,11 +54,65 @@ def boxes(shape: Sequence[int], layout: Layout, ranks: AxisSizes, index: Index) 
     return [Box(tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box)) for box in product(*runs)]
 
 
+def boxes_of_piece(
+    box: Box, like: torch.Tensor, elements: range, piece: torch.Tensor
+) -> list[tuple[Box, torch.Tensor]]:
+    """Boxes of a piece of a rank's part, as far as they lie in a box of the part, with their views in the piece.
+
+    Args:
+        like: tensor with the part's shape and strides.
+        elements: of the part, counted in its memory order.
+        piece: these elements, [len(elements)].
+    """
+    order = memory_order(like)
+    sizes = [like.shape[dim] for dim in order]
+    steps = [prod(sizes[k + 1 :]) for k in range(len(sizes))]
+    found: list[tuple[Box, torch.Tensor]] = []
+    for begin, extent in ranges_as_boxes(sizes, elements.start, elements.stop):
+        offset = sum(b * step for b, step in zip(begin, steps, strict=True)) - elements.start
+        view = piece[offset : offset + prod(extent)].view(extent).permute([order.index(d) for d in range(like.ndim)])
+        starts = [begin[order.index(dim)] for dim in range(like.ndim)]
+        low = [max(s, part) for s, part in zip(starts, box.part, strict=True)]
+        high = [min(s + n, part + size) for s, n, part, size in zip(starts, view.shape, box.part, box.sizes)]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            whole = tuple(w + a - part for w, a, part in zip(box.whole, low, box.part, strict=True))
+            inside = tuple(b - a for a, b in zip(low, high, strict=True))
+            within = [a - s for a, s in zip(low, starts, strict=True)]
+            found.append((Box(whole, tuple(low), inside), narrowed(view, within, inside)))
+    return found
+
+
+def ranges_as_boxes(sizes: Sequence[int], begin: int, end: int) -> list[tuple[list[int], list[int]]]:
+    """(start, size) per dim of boxes that elements ``begin`` to before ``end`` of a contiguous tensor consist of."""
+    if begin >= end:
+        return []
+    if len(sizes) == 1:
+        return [([begin], [end - begin])]
+    row = prod(sizes[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:
+        parts = [(last, begin - last * row, end - last * row)]
+    else:
+        parts = [(first - 1, begin - (first - 1) * row, row)] if begin < first * row else []
+        parts += [(last, 0, end - last * row)] if last * row < end else []
+    boxes = [
+        ([at, *start], [1, *size]) for at, low, high in parts for start, size in ranges_as_boxes(sizes[1:], low, high)
+    ]
+    if first < last:
+        boxes.append(([first, *[0] * len(sizes[1:])], [last - first, *sizes[1:]]))
+    return boxes
+
+
 def runs_of(indices: torch.Tensor) -> list[tuple[int, int, int]]:
     """(first index, its position, length) of each stretch of consecutive ``indices`` [n], which ascend."""
     starts = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()] if len(indices) else []
     ends = [*starts[1:], len(indices)]
     return [(int(indices[start]), start, end - start) for start, end in zip(starts, ends)]
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Dims of a tensor, from the outermost in memory to the innermost."""
+    return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
 
 
 def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -118,6 +118,9 @@ class Unsharded:
         cost = self.cost_at(size)
         return Priced(cost, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
 
+    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+        raise AssertionError("no weight belongs to a block")
+
     def floor_seconds(self, tp: int, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups) / tp
 
@@ -189,6 +192,9 @@ class Splittable:
             storage={whole.weights[0].name: Layout.parse("tp:0")} if tp > 1 else {},
             blocks=lambda: (BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
         )
+
+    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+        raise AssertionError("no weight belongs to a block")
 
     def floor_seconds(self, tp: int, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups) / tp

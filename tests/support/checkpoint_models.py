@@ -19,11 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import autopar
 from autopar.api.checkpoint import read_header
 from autopar.ir.checkpoint_header import sealed
-from autopar.ir.layout import REPLICATED
 from autopar.runtime.checkpoint.folder import HEADER, TRAINING, sha256
-from autopar.runtime.checkpoint.rank_state import ShardedTensor, decoded_training
+from autopar.runtime.checkpoint.rank_state import decoded_training, whole_tensor
 from autopar.runtime.checkpoint.reshard_planners import DataReader, PartsLoadPlanner, read_metadata
-from autopar.sharding.tensors import boxes
 from support.models import tiny_vit
 
 torch.manual_seed(0)
@@ -88,7 +86,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     for key, about in saved.items():
         assert isinstance(about, TensorStorageMetadata)
         tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    pieces = [ShardedTensor(k, tuple(t.shape), boxes(t.shape, REPLICATED, {}, {}), t) for k, t in tensors.items()]
+    pieces = [whole_tensor(key, tensor) for key, tensor in tensors.items()]
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.load({}, storage_reader=DataReader(data), planner=PartsLoadPlanner(lambda _: pieces), no_dist=True)
     training = decoded_training((data / "training.pt").read_bytes())

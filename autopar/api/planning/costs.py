@@ -124,14 +124,23 @@ class PlanCosts:
             return self.unsharded_seconds(size)
         return self.memoized(("proven", tp, size), proven_work_seconds, self.strategy_graph(tp, size))
 
-    def unsharded(self, dp: int, zero: ZeroStage, size: int) -> Priced:
+    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+        """The model under ZeRO-3 with other kept blocks; see `autopar.solve.cuts.problem.Costs`."""
+        if tp == 1:
+            return self.unsharded(dp, 3, size, kept)
+        return self.priced_strategies(priced.strategy_index, tp, dp, 3, size, kept)
+
+    def unsharded(self, dp: int, zero: ZeroStage, size: int, kept: frozenset[str] = frozenset()) -> Priced:
         """Costs of the model with one device per stage and replica."""
-        return Priced(self.with_sharing(self.unsharded_costs(size), self.graph, self.sharing(1, dp, zero)))
+        sharing = replace(self.sharing(1, dp, zero), kept=kept)
+        return Priced(self.with_sharing(self.unsharded_costs(size), self.graph, sharing), kept=kept)
 
     def with_sharing(self, cost: CostGraph, graph: Graph, sharing: Sharing) -> CostGraph:
         """As `with_weight_sharing`, whose weights are made once for all sizes of a microbatch."""
         used = tuple((w.groups, w.has_fused_wgrad) for w in cost.weights)
         key = ("weights", id(graph), sharing.tp, sharing.dp, sharing.zero, used)  # graphs are cached, as shardings are
+        if sharing.zero == 3:
+            return with_weight_sharing(cost, graph, sharing, self.hardware)
         weights = self.memoized(key, lambda: with_weight_sharing(cost, graph, sharing, self.hardware).weights)
         return replace(cost, weights=weights)
 
@@ -140,11 +149,17 @@ class PlanCosts:
         return Sharing(tp, dp, zero, reduce_dtype=self.reduce_dtype)
 
     def priced_strategies(
-        self, strategy_index: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int
+        self,
+        strategy_index: tuple[int, ...],
+        tp: int,
+        dp: int,
+        zero: ZeroStage,
+        size: int,
+        kept: frozenset[str] = frozenset(),
     ) -> Priced:
         """Costs of the model under the strategies of these indices, one per group."""
         sharded = self.sharded(tp, size, strategy_index)
-        sharing = replace(self.sharing(tp, dp, zero), storage=sharded.storage)
+        sharing = replace(self.sharing(tp, dp, zero), storage=sharded.storage, kept=kept)
         return Priced(
             cost=self.with_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing),
             strategies=sharded.strategies,
@@ -152,6 +167,7 @@ class PlanCosts:
             strategy_index=strategy_index,
             blocks=partial(self.blocks, tp, size, strategy_index),
             notes=sharding_limits(self.graph, self.facts, tp) if not sharded.strategies else (),
+            kept=kept,
         )
 
     def unsharded_costs(self, size: int) -> CostGraph:

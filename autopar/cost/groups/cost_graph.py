@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
-from autopar.cost.groups.weight_memory import UNSHARDED, Bucket, Sharing, gradient_buckets, weight_cost
+from autopar.cost.groups.param_gathers import with_gathers
+from autopar.cost.groups.weight_memory import UNSHARDED, Bucket, Sharing, gradient_buckets, weight_cost, with_blocks
 from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs, padded_bytes
 from autopar.cost.ops.overlap import with_exposed_collectives
@@ -73,12 +74,14 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
         graph: the graph that was priced, for the weights' shapes.
         sharing: the new numbers of replicas and shards.
     """
+    sharing = with_blocks(sharing, graph)
     buckets = gradient_buckets([graph.weight[w.name] for w in cost.weights], sharing, hardware)
     weights = tuple(
         weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.has_fused_wgrad, buckets.get(w.name, Bucket()))
         for w in cost.weights
     )
-    return replace(cost, weights=weights)
+    shared = replace(cost, weights=weights)
+    return with_gathers(shared, graph, sharing, hardware) if sharing.zero == 3 else shared
 
 
 # -- groups --------------------------------------------------------------------------------------------------------

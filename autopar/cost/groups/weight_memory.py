@@ -8,11 +8,12 @@ from math import ceil
 
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.grad_buckets import group_weights, num_collectives
-from autopar.ir.graph import DTYPE_BYTES, Weight
+from autopar.ir.graph import DTYPE_BYTES, Graph, Weight
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.network import CollectiveKind
 from autopar.ir.plan_parts import ReduceDtype, ZeroStage
+from autopar.ops.regions import parameter_blocks
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,10 @@ class Sharing:
     Args:
         tp: ranks that each hold a shard or a copy of a weight.
         dp: replicas.
-        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; at 2
-            also their gradients only.
+        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; from 2
+            on also their gradients only, and at 3 the parameters, except for blocks that are kept.
+        blocks: under ZeRO-3, the block of each weight, by name.
+        kept: blocks whose gathered parameters stay allocated.
         reduce_dtype: dtype in which gradients travel between replicas.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
     """
@@ -33,6 +36,19 @@ class Sharing:
     zero: ZeroStage = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
     reduce_dtype: ReduceDtype = "float32"
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+
+    def gathers(self, weight: Weight) -> bool:
+        """Whether replicas gather a trained weight before each use."""
+        return self.zero == 3 and self.blocks[weight.name] not in self.kept
+
+
+def with_blocks(sharing: Sharing, graph: Graph) -> Sharing:
+    """The sharing with the blocks of a graph's weights, as far as that matters."""
+    if sharing.zero < 3:
+        return sharing
+    return replace(sharing, blocks=parameter_blocks(graph.ops, graph.weight))
 
 
 UNSHARDED = Sharing()
@@ -87,8 +103,9 @@ def weight_cost(
 ) -> ResidentTensor:
     """Cost of a weight on one rank: value, main gradient and optimizer state, and what a step spends on them.
 
-    With low-precision parameters these are the FP32 master's, and the compute copy is added. Under ZeRO only the owner
-    keeps master and state, and at stage 2 the main gradient. The copy's gradient is freed after it is added to that.
+    With low-precision parameters these are the FP32 master's, and the compute copy is added. Under ZeRO replicas divide
+    masters, averages and state, from stage 2 on the main gradient, and at stage 3 what programs read. The copy's
+    gradient is freed after it is added to the main gradient.
 
     Args:
         weight: this rank's shard of it.
@@ -102,8 +119,9 @@ def weight_cost(
     exchange = replica_exchange(weight, sharing, hardware, bucket) if trained and sharing.dp > 1 else ReplicaExchange()
     return ResidentTensor(
         name=weight.name,
-        num_bytes=(weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored)
-        + ceil(weight.average_bytes * weight.numel),
+        num_bytes=weight_bytes(weight, sharing)
+        if trained
+        else weight.copy_bytes + stored + ceil(weight.average_bytes * weight.numel),
         groups=groups,
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
@@ -115,6 +133,8 @@ def weight_cost(
         wgrad_bytes=(weight.copy_bytes or stored) if trained and not fused_wgrad else 0,
         copy_bytes=weight.copy_bytes,
         flattened_grad_bytes=stored if trained and TP in layout.partial_gradient else 0,
+        block=sharing.blocks[weight.name] if trained and sharing.zero == 3 else "",
+        is_gathered=trained and sharing.gathers(weight),
     )
 
 
@@ -132,21 +152,19 @@ def state_ranks(sharing: Sharing) -> int:
 
 
 def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
-    """Bytes of a trained weight on one rank: value, compute copy, main gradient, and its part of the optimizer state.
+    """Bytes of a trained weight on one rank: value, compute copy, main gradient, state of the optimizer and average.
 
-    With a compute copy, ZeRO divides the master value like the optimizer state, unless averaged weights (EMA) read the
-    master. Stage 2 divides the gradient too.
+    ZeRO divides state and average, and the master of a compute copy. Stage 2 divides the gradient too, and stage 3 what
+    programs read.
     """
-    owned, everywhere = weight.state_bytes * weight.numel, weight.num_bytes
-    if sharing.zero == 2:
+    owned, everywhere = (weight.state_bytes + weight.average_bytes) * weight.numel, 0.0
+    if weight.copy_bytes:
         owned += weight.stored_bytes
-    else:
-        everywhere += weight.stored_bytes
-    if weight.copy_bytes and weight.average_bytes:
-        everywhere += weight.stored_bytes
-    elif weight.copy_bytes:
-        owned += weight.stored_bytes
-    return everywhere + ceil(owned / state_ranks(sharing))
+    parts = {"gradient": weight.stored_bytes, "read": weight.num_bytes}
+    divided = {"gradient": sharing.zero >= 2, "read": sharing.gathers(weight)}
+    owned += sum(size for part, size in parts.items() if divided[part])
+    everywhere += sum(size for part, size in parts.items() if not divided[part])
+    return ceil(everywhere) + ceil(owned / state_ranks(sharing))
 
 
 def update_seconds(weight: Weight, hardware: Hardware) -> float:
@@ -164,7 +182,7 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
 
     They are its update, the casts to its compute copy and of a gradient that travels in another dtype, and the
     all-reduce of a gradient that is partial over the tensor parallel ranks. Under ZeRO only the owner updates and
-    casts. At stage 2 it also moves the reduced gradient out of the buffer in which it came.
+    casts. From stage 2 on it also moves the reduced gradient out of the buffer in which it came.
     """
     stored = weight.stored_bytes
     seconds = update_seconds(weight, hardware) / state_ranks(sharing)
@@ -172,7 +190,7 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
     if (sent := reduce_bytes(weight, sharing)) < stored and sharing.dp > 1:
         seconds += hardware.traffic_seconds(stored + sent) * (1 + 1 / state_ranks(sharing))
-    elif sharing.zero == 2:
+    elif sharing.zero >= 2:
         seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
@@ -191,11 +209,14 @@ class ReplicaExchange:
 
 def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucket: Bucket) -> ReplicaExchange:
     """An all-reduce of the gradient; under ZeRO a reduce-scatter of the gradient, and an all-gather of the updated
-    weight (of its compute copy, if there is one) during the next forward.
+    weight (of its compute copy, if there is one) during the next forward. At stage 3 every microbatch reduces, and
+    gathers what is not kept: see `autopar.cost.groups.param_gathers`.
 
     Args:
         bucket: moves as a whole, or in several collectives one after another.
     """
+    if sharing.gathers(weight):
+        return ReplicaExchange()
     ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket.num_bytes
     reduced = bucket.num_bytes * reduce_bytes(weight, sharing) / weight.stored_bytes
     if sharing.zero:
@@ -209,6 +230,8 @@ def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucke
         moved, collectives, gather = 2 * reduced, 1, 0.0
         reduce = hardware.collective_seconds("all-reduce", reduced, ranks, stride)
     contention = hardware.replica_contention
+    if sharing.zero == 3:
+        moved, collectives, reduce = moved - reduced, 1, 0.0
     contended = collectives * contention.latency_seconds + moved / contention.bytes_per_second
     return ReplicaExchange(share * reduce, share * gather, share, share * contended)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.cost.fusion.least_kernels import least_traffic
 from autopar.cost.groups.cost_graph import LOSS
 from autopar.cost.groups.grouping import OpGroup, group_ops
-from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
+from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost, with_blocks
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, local_op_cost, op_costs
 from autopar.cost.ops.op_stats import FusedTraffic
@@ -178,7 +178,7 @@ def with_weights(
     """The strategy graph with the weights' costs for replicas, of which some seconds count."""
     if sharing.dp == 1:
         return choices
-    charged: set[str] = set()
+    charged, sharing = set[str](), with_blocks(sharing, graph)
 
     def shared(group: StrategyGroup, choice: ShardingStrategy) -> ShardingStrategy:
         stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in charged}

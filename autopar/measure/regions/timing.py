@@ -96,7 +96,7 @@ class RegionRun:
         copies = ComputeParams(weights, self.gradients.watch)
         read_params = weights | dict(copies.copies_for(program))
         self.module = graph_module(
-            program, read_params, device, {TP: AXIS}, copies.waits, self.gradients.main_grad_of, compiled=compiled
+            program, read_params, device, {TP: AXIS}, copies.wait_for, self.gradients.main_grad_of, compiled=compiled
         )
         values = {v.name: v for v in program.values}
         self.arguments = [random_tensor(values[name], device) for name in program.arguments]

@@ -19,7 +19,7 @@ from autopar.runtime.optim.param_groups import names_in_groups, options_of, plai
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.random_state import generator_states
 from autopar.runtime.spec import RankSpec
-from autopar.sharding.tensors import Box, boxes
+from autopar.sharding.tensors import Box, boxes, boxes_of_piece
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # first words of tensor keys
 
@@ -28,7 +28,7 @@ class CheckpointedRank(Protocol):
     """The state of a rank that checkpoints hold."""
 
     spec: RankSpec
-    weights: dict[str, torch.Tensor]
+    stored: dict[str, torch.Tensor]
     updater: Updater
     ema: Average | None
 
@@ -40,12 +40,26 @@ class CheckpointedRank(Protocol):
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """Part of a checkpoint's tensor on one rank. ``shape`` is the whole tensor's; ``chunks`` are the part's boxes."""
+    """Part of a checkpoint's tensor on one rank.
+
+    Args:
+        shape: of the whole tensor.
+        chunks: boxes of the part.
+        tensor: that holds the part, for its dtype.
+        views: view of each box in memory.
+    """
 
     key: str
     shape: tuple[int, ...]
     chunks: Sequence[Box]
     tensor: torch.Tensor
+    views: Sequence[torch.Tensor]
+
+
+def whole_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    """A tensor of which one rank has all."""
+    chunks = boxes(tensor.shape, REPLICATED, {}, {})
+    return ShardedTensor(key, tuple(tensor.shape), chunks, tensor, [chunk.of_part(tensor) for chunk in chunks])
 
 
 @dataclass(frozen=True)
@@ -127,9 +141,12 @@ def rank_state(rank: CheckpointedRank) -> RankState:
         name, layout = weight.name, spec.layout(weight.name)
         if weight.kind != "parameter" and not (spec.place.replica == 0 and spec.has_first_copy(name)):
             continue  # each replica has its own buffers; the first replica's are saved
-        pieces.append(sharded_tensor(spec, f"{MODEL}.{name}", name, layout, rank.weights[name]))
+        if name in spec.cut and not spec.has_first_copy(name):
+            continue  # shards may cut their copies elsewhere
+        if name in rank.stored:
+            pieces.append(sharded_tensor(rank, f"{MODEL}.{name}", name, layout, rank.stored[name]))
         if name in averages:
-            pieces.append(sharded_tensor(spec, f"{EMA}.{name}", name, layout, averages[name]))
+            pieces.append(sharded_tensor(rank, f"{EMA}.{name}", name, layout, averages[name]))
     states, groups = optimizer_states(rank, pieces)
     optimizer, scheduler, scaler = updater.optimizer, updater.scheduler, updater.scaler
     training = Training(
@@ -148,17 +165,24 @@ def rank_state(rank: CheckpointedRank) -> RankState:
     return RankState(pieces, training)
 
 
-def sharded_tensor(spec: RankSpec, key: str, name: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
+def sharded_tensor(rank: CheckpointedRank, key: str, name: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
     """Part of a weight, or of a state in the layout of a weight, on a rank.
 
     Args:
         name: of the weight.
         layout: of the tensor: the weight's, or replicated.
-        tensor: the local part, [*local].
+        tensor: the local part, [*local], or this replica's piece of it, flat.
     """
-    ranks = {TP: spec.mesh.tp}
-    shape = spec.whole_shape(name, tensor.shape) if layout.splits else tuple(tensor.shape)
-    return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: spec.place.shard}), tensor)
+    spec, sharded = rank.spec, rank.updater.sharded
+    like, elements = tensor, range(tensor.numel())
+    if sharded is not None and name in spec.cut and tensor.shape == sharded.pieces[name].shape:
+        like, elements = sharded.like[name], sharded.elements_of(name)
+    shape = spec.whole_shape(name, like.shape) if layout.splits else tuple(like.shape)
+    chunks = boxes(shape, layout, {TP: spec.mesh.tp}, {TP: spec.place.shard})
+    if like.shape == tensor.shape:
+        return ShardedTensor(key, shape, chunks, tensor, [chunk.of_part(tensor) for chunk in chunks])
+    found = [pair for chunk in chunks for pair in boxes_of_piece(chunk, like, elements, tensor)]
+    return ShardedTensor(key, shape, [box for box, _ in found], tensor, [view for _, view in found])
 
 
 def named_groups(rank: CheckpointedRank) -> list[list[str]]:
@@ -185,15 +209,15 @@ def optimizer_states(
                     values[key] = plain_data(value)
                     continue
                 alike = value.shape == shape
-                if not alike and layout.splits:
+                if not alike and (layout.splits or name in rank.spec.cut):
                     raise CheckpointError(
                         f"{type(updater.optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for its part "
                         f"of {name}, of shape {list(shape)}: how the parts make a whole is not known. Train with "
-                        "tp=1, or with an optimizer whose state is shaped like its parameters."
+                        "tp=1 and zero=1, or with an optimizer whose state is shaped like its parameters."
                     )
                 (split if alike else whole).append(key)
                 stored = layout if alike else REPLICATED
-                pieces.append(sharded_tensor(rank.spec, state_key(name, key), name, stored, value))
+                pieces.append(sharded_tensor(rank, state_key(name, key), name, stored, value))
             states[name] = ParameterState(number, values, tuple(split), tuple(whole), updater.made_options[name])
     return states, tuple(options_of(group) for group in saved["param_groups"])
 

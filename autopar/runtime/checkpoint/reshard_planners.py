@@ -93,8 +93,8 @@ class PartsSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         piece = self.pieces[index.fqn]
-        chunk = next(chunk for chunk in piece.chunks if chunk.whole == index.offset)
-        return chunk.of_part(piece.tensor.detach())
+        pairs = zip(piece.chunks, piece.views, strict=True)
+        return next(view for chunk, view in pairs if chunk.whole == index.offset).detach()
 
 
 def write_item(piece: ShardedTensor, number: int) -> WriteItem:
@@ -238,7 +238,7 @@ class PartsLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         piece = self.pieces[int(index.fqn)]
         assert index.offset is not None
-        return piece.chunks[index.offset[0]].of_part(piece.tensor)
+        return piece.views[index.offset[0]]
 
 
 def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata:

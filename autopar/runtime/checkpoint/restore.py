@@ -55,12 +55,13 @@ class Restore:
         self.training = read_training(self.data)
         layouts = {weight.name: rank.spec.layout(weight.name) for weight in rank.spec.weights}
         pieces = [
-            sharded_tensor(rank.spec, f"{MODEL}.{name}", name, layout, rank.weights[name].detach())
+            sharded_tensor(rank, f"{MODEL}.{name}", name, layout, rank.stored[name].detach())
             for name, layout in layouts.items()
+            if name in rank.stored
         ]
         for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
             start = EMA if name in self.training.ema else MODEL  # averages start as copies of the weights
-            pieces.append(sharded_tensor(rank.spec, f"{start}.{name}", name, layouts[name], tensor))
+            pieces.append(sharded_tensor(rank, f"{start}.{name}", name, layouts[name], tensor))
         if updater.optimizer is None or self.training.optimizer is None:
             return pieces
         self.check_optimizer()
@@ -79,7 +80,7 @@ class Restore:
                     # In the memory order of the parameter, as fused optimizers read both.
                     like = parameter if shape == parameter.shape else torch.empty(shape, device="meta")
                     own[key] = torch.empty_like(like, dtype=saved.properties.dtype, device=parameter.device)
-                pieces.append(sharded_tensor(rank.spec, state_key(name, key), name, layout, own[key].detach()))
+                pieces.append(sharded_tensor(rank, state_key(name, key), name, layout, own[key].detach()))
         return pieces
 
     def check_optimizer(self) -> None:

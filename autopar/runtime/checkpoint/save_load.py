@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
-from autopar.ir.layout import REPLICATED
 from autopar.ir.units import BYTES, text
 from autopar.runtime.checkpoint.folder import check_hashes, check_sizes, is_checkpoint, on_all_nodes, read_header
 from autopar.runtime.checkpoint.rank_state import (
@@ -32,6 +31,7 @@ from autopar.runtime.checkpoint.rank_state import (
     ShardedTensor,
     described,
     rank_state,
+    whole_tensor,
 )
 from autopar.runtime.checkpoint.reshard_planners import (
     DataReader,
@@ -44,7 +44,6 @@ from autopar.runtime.checkpoint.reshard_planners import (
 from autopar.runtime.checkpoint.restore import Restore
 from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.spec import RankSpec, rank_text
-from autopar.sharding.tensors import boxes
 
 
 def save(rank: CheckpointedRank, folder: str, header: Header, keep: int) -> CheckpointError | None:
@@ -129,7 +128,7 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
             key = f"{EMA if averaged else MODEL}.{name}"
             saved = saved_tensor(metadata, key)
             weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), weights[name]))
+            pieces.append(whole_tensor(key, weights[name]))
         return pieces
 
     try:

@@ -76,7 +76,6 @@ class CapturableRank(Protocol):
     stream: torch.cuda.Stream | None
     updater: Updater
     flag_recorder: FlagRecorder
-    trainable: dict[str, torch.nn.Parameter]
     loss_fn: LossFunction
     current_step: BoundStep | None
     has_pending_grads: bool
@@ -229,7 +228,7 @@ class CudaGraphCache:
                     with tensor_learning_rates(optimizer, self.learning_rates):
                         rank.updater.update(computed.norm)
                 else:
-                    cached.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
+                    cached.gradients = {n: p.grad for n, p in rank.updater.updated.items() if p.grad is not None}
                     rank.updater.zero_grad()
         finally:
             rank.flag_recorder.stop()
@@ -253,7 +252,7 @@ class CudaGraphCache:
                 rate.fill_(float(group["lr"]))
         cached.graph.replay()
         for name, gradient in cached.gradients.items():
-            rank.trainable[name].grad = gradient
+            rank.updater.updated[name].grad = gradient
         rank.current_step = cached.step
         if cached.step is not None:
             cached.step.marks = cached.marks

@@ -10,7 +10,8 @@ gradient; a flag next to each gradient preserves that across a cut.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -97,6 +98,7 @@ class BoundAction:
     Args:
         post_receives: posts the receives of its inputs; returns a handle for each.
         compute: computes it from the received tensors, and starts its sends.
+        reaches: weights of a backward.
         completes: weights whose last backward this is: after it their gradients are complete.
         releases: sends that are known to be taken before it, so that their memory can be freed.
     """
@@ -104,6 +106,7 @@ class BoundAction:
     action: Action
     post_receives: Callable[[], list[RecvHandle]]
     compute: Callable[[list[torch.Tensor]], None]
+    reaches: frozenset[str]
     completes: tuple[str, ...]
     releases: list[SendKey]
 
@@ -155,6 +158,8 @@ class BoundStep:
         self.keep_outputs = False
         self.loss_scale = 1.0
         self.after_backward: Callable[[], None] = lambda: None  # flushes gradients; set by the rank
+        self.saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # of forwards; set by the rank
+        self.bucket_reads: Sequence[int] = ()  # reads of sharded parameters by the last run; kept by the rank
         self.sent: dict[SendKey, list[SendHandle]] = {}
         self.local_tensors: dict[tuple[int, int, int], torch.Tensor] = {}  # between own chunks: by (src, dst, tag)
         self.chunks = chunks
@@ -173,12 +178,16 @@ class BoundStep:
         return StepTensors([None] * count, [[] for _ in range(count)])
 
     def run(
-        self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
+        self,
+        data: StepData,
+        keep_outputs: bool,
+        before_backward: Callable[[Set[str], Sequence[str]], None] | None = None,
     ) -> StepTensors:
         """Losses and outputs of all actions. The step keeps none of them.
 
         Args:
-            before_last: called with the names of weights right before the last backward that reaches them.
+            before_backward: called before each backward with the names of the weights that it reaches, and of those
+                that no later one reaches.
         """
         self.data, self.keep_outputs = data, keep_outputs
         self.results = self.no_results(len(self.chunks))
@@ -195,8 +204,8 @@ class BoundStep:
                 following = self.bound_actions[k + 1].post_receives() if early and k < last else None
                 received = [receive() for receive in posted]
                 self.release_sends(bound.releases)
-                if before_last is not None and bound.completes:
-                    before_last(bound.completes)
+                if before_backward is not None and bound.action.kind == "B":
+                    before_backward(bound.reaches, bound.completes)
                 self.computing, start = True, self.stopwatch.mark()
                 bound.compute(received)
                 self.computing = False
@@ -329,7 +338,8 @@ class BoundStep:
         else:
             receives = self.bind_gradients(chunk.program, action)
             compute = self.bind_backward(chunk.program, action)
-        return BoundAction(action, receives, compute, completes, releases)
+        reaches = frozenset(weight.name for weight in chunk.program.weights)
+        return BoundAction(action, receives, compute, reaches, completes, releases)
 
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[RecvHandle]]:
         """Posts the receives of values, or of their gradients, one per edge."""
@@ -382,7 +392,8 @@ class BoundStep:
             if self.training:
                 for tensor, needs_grad in zip(received, tracked, strict=True):
                     tensor.requires_grad_(needs_grad)
-            results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
+            with self.saving():
+                results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
             for k, check, order, src, dst, tag in sends:
                 check(results[k])
                 self.send(results[k].detach().permute(order), src, dst, tag)

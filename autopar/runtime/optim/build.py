@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, UsageError
+from autopar.ir.graph import Weight
 from autopar.ir.units import of_type, plural
 from autopar.runtime.comm.protocols import Transport
-from autopar.runtime.optim.param_groups import options_of
+from autopar.runtime.optim.param_groups import names_in_groups, options_of
 from autopar.runtime.optim.probe import (
+    FLAT,
     ParamKind,
     mixes_parameters,
     needs_closure,
     needs_full_params,
     nested,
     param_kind,
+    probe_context,
+    small_weight,
 )
 from autopar.runtime.params.full_params import FullParams
 from autopar.runtime.spec import Parameters, RankSpec
@@ -61,7 +65,7 @@ def rank_optimizer(
             "torch.optim.AdamW."
         )
     split = {n for n in held if spec.layout(n).splits}
-    if not (spec.mesh.pp > 1 or spec.owners or split):
+    if not (spec.mesh.pp > 1 or spec.zero or split):
         return RankOptimizer(optimizer, held)  # every rank has all parameters whole
     kinds = kinds_of(spec, optimizer, held)
     every = list(dict.fromkeys(kind for own in kinds.values() for kind in own))
@@ -210,13 +214,46 @@ def name_of(thing: Any) -> str:
 def kinds_of(spec: RankSpec, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> dict[str, list[ParamKind]]:
     """Kinds of each parameter by name: one for every dim along which it is split, or one without a dim."""
     names = {id(p): name for name, p in held.items()}
+    whole = {weight.name: weight.shape for weight in spec.trainable}
     kinds: dict[str, list[ParamKind]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
-            splits, shape = spec.layout(name).splits, spec.whole_shape(name, parameter.shape)
+            if name in spec.cut:  # `uncut_params` has found that the optimizer updates any of its elements alone
+                splits, shape = (), whole[name]
+            else:
+                splits, shape = spec.layout(name).splits, spec.whole_shape(name, parameter.shape)
             kinds[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
     return kinds
+
+
+def uncut_params(make: Callable[[Parameters], Optimizer], weights: Sequence[Weight]) -> frozenset[str]:
+    """Names of the parameters that an optimizer has to see whole: it cannot update any elements by themselves.
+
+    Args:
+        make: the user's callable.
+        weights: all trainable weights, with their whole shapes.
+
+    Raises:
+        UsageError: as `rank_optimizer`.
+    """
+    with probe_context(torch.device("cpu")):
+        small = {weight.name: cast(nn.Parameter, small_weight(weight)) for weight in weights}
+        optimizer = made(make, small)
+    if needs_closure(optimizer):
+        return frozenset(small)
+    kinds = {
+        name: param_kind(number, small[name].shape, FLAT)
+        for number, names in enumerate(names_in_groups(optimizer, small))
+        for name in names
+    }
+    whole: set[ParamKind] = set()
+    for kind in dict.fromkeys(kinds.values()):
+        try:
+            whole |= needs_full_params(optimizer, [kind])
+        except UsageError:  # Muon takes no flat pieces
+            whole.add(kind)
+    return frozenset(name for name, kind in kinds.items() if kind in whole)
 
 
 def coupling_text(optimizer: Optimizer, spec: RankSpec) -> str:

@@ -67,11 +67,15 @@ def step_probe(optimizer: Optimizer, parameters: str) -> None:
         ) from error
 
 
+FLAT = -1  # stands for a split of a flattened parameter
+
+
 @dataclass(frozen=True)
 class ParamKind:
     """Kind of parameters that an optimizer treats alike.
 
-    Their group, their whole shape (dims capped at `MAX_DIM_SIZE`) and the dim of their split, None if not split.
+    Their group, their whole shape (dims capped at `MAX_DIM_SIZE`) and the dim of their split: `FLAT` where pieces are
+    any elements, None if not split.
     """
 
     group: int
@@ -147,10 +151,14 @@ class ProbeParam:
         self.pieces = [nn.Parameter(piece.clone()) for piece in self.split(self.start, in_halves)]
 
     def split(self, tensor: torch.Tensor, in_halves: bool) -> Sequence[torch.Tensor]:
-        return tensor.chunk(2, self.kind.dim or 0) if in_halves else (tensor,)
+        if not in_halves:
+            return (tensor,)
+        return tensor.flatten().chunk(2) if self.kind.dim == FLAT else tensor.chunk(2, self.kind.dim or 0)
 
     def now(self) -> torch.Tensor:
         pieces = [piece.detach() for piece in self.pieces]
+        if self.kind.dim == FLAT:
+            return torch.cat([piece.flatten() for piece in pieces]).view(self.kind.shape)
         return torch.cat(pieces, self.kind.dim or 0) if len(pieces) > 1 else pieces[0].clone()
 
     def set_gradient(self, step: int, scale: float) -> None:
@@ -238,7 +246,7 @@ def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimiz
         other["state"] = defaultdict(dict)
         for group, pieces in zip(optimizer.param_groups, members, strict=True):
             for piece in pieces:
-                model = next(p for p in group["params"] if p.ndim == piece.ndim)
+                model = next((p for p in group["params"] if p.ndim == piece.ndim), group["params"][0])
                 if model in own.state:
                     other["state"][piece] = {k: first_state(v, model, piece) for k, v in own.state[model].items()}
     return twins[id(optimizer)]

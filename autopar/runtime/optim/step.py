@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from math import inf
 from typing import Any
 
@@ -17,16 +17,16 @@ from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
 from autopar.runtime.optim.param_groups import options_by_name
-from autopar.runtime.params.flat_buckets import flat_buckets
+from autopar.runtime.params.flat_buckets import block_buckets, flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
-from autopar.runtime.params.zero2_grads import ShardedGrads
-from autopar.runtime.params.zero_gather import ZeroParamGather
+from autopar.runtime.params.sharded_grads import ShardedGrads
+from autopar.runtime.params.sharded_params import ShardedParams
 from autopar.runtime.spec import RankSpec, UpdateResult
 
 
 class Updater:
-    """Owns one rank's optimizer, over all trainable parameters or, under ZeRO, those that the replica owns.
+    """Owns one rank's optimizer, over all trainable parameters or, under ZeRO, the replica's pieces of them.
 
     Every rank of the mesh calls the same methods in the same order. Within `step` all ranks go through the same phases:
     sums over replicas, over shards, over stages, over all ranks. A rank waits only for ranks in the same or an earlier
@@ -44,31 +44,37 @@ class Updater:
         weights = [weight for weight in spec.weights if weight.name in trainable]
         # Gradients from autograd may be views of buffers of a transfer between stages, whose memory is used again.
         moved = replicated or spec.mesh.pp > 1 or any(weight.master for weight in weights)
-        buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
+        if spec.zero == 3:
+            buckets = block_buckets(weights, spec.blocks, spec.kept, spec.owners, spec.mesh.dp)
+        else:
+            buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
         self.grad_reducer: GradReducer | ShardedGrads | None = None
-        self.zero_gather: ZeroParamGather | None = None
+        self.sharded: ShardedParams | None = None
         self.reduce_buffers: ReduceBuffers | None = None
+        # What the optimizer updates, or gathers whole; gradients of an update are attached to it.
+        self.updated: Mapping[str, nn.Parameter] = trainable
         if not replicated:
             self.grad_buffer: GradBuffer | ShardedGrads = GradBuffer(trainable, buckets)
         else:
             ranks, replica, device = spec.replica_ranks, spec.place.replica, torch.device(spec.device)
             self.reduce_buffers = reduce_buffers(buckets, spec.reduce_dtype, device)
-            # Owners' masters are gathered in their own dtype, through the same symmetric memory.
-            most = self.reduce_buffers.dtype.itemsize if self.reduce_buffers is not None and not spec.owners else inf
+            # Masters are gathered in their own dtype, through the same symmetric memory.
+            most = self.reduce_buffers.dtype.itemsize if self.reduce_buffers is not None and not spec.zero else inf
             largest = max(b.longest_segment * b.num_segments * min(b.dtype.itemsize, most) for b in buckets)
             collectives = ReplicaCollectives(transport, ranks, device, int(largest), self.reduce_buffers)
-            if spec.zero == 2:
-                self.grad_buffer = ShardedGrads(trainable, buckets, ranks, replica, flags, collectives)
+            if spec.zero >= 2:
+                self.grad_buffer = ShardedGrads(trainable, buckets, ranks, replica, flags, collectives, device)
                 self.grad_reducer = self.grad_buffer
             else:
                 self.grad_buffer = GradBuffer(trainable, buckets)
                 self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
-            if spec.owners:
-                self.zero_gather = ZeroParamGather(trainable, buckets, replica, collectives)
-        own = {name: p for name, p in trainable.items() if self.updates(name)}
-        made = rank_optimizer(spec, recipe.optimizer, own, transport) if recipe.optimizer else None
+            if spec.zero:
+                self.sharded = ShardedParams(trainable, buckets, replica, collectives, device)
+                self.updated = self.sharded.pieces
+            self.grad_reducer.updated = self.updated
+        made = rank_optimizer(spec, recipe.optimizer, self.updated, transport) if recipe.optimizer else None
         # Parameters of the optimizer: parts of tensor-parallel weights, or whole copies if it needs them.
-        self.optimized = dict(made.parameters) if made else own
+        self.optimized = dict(made.parameters if made else self.updated)
         self.optimizer, self.full_params = (made.optimizer, made.wholes) if made else (None, None)
         # Options before a scheduler changes any: a checkpoint compares them.
         self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
@@ -77,13 +83,9 @@ class Updater:
         self.scheduler = scheduler_of(recipe.lr_scheduler, self.optimizer) if made and recipe.lr_scheduler else None
         self.scaler = LossScaler() if spec.autocast == "float16" else None
 
-    def updates(self, name: str) -> bool:
-        """Whether this rank's replica updates a parameter."""
-        return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
-
     @property
     def reduces_each_call(self) -> bool:
-        """Whether gradients are reduced by every call that runs backwards, also if no update follows (ZeRO-2)."""
+        """Whether gradients are reduced after every backward, also if no update follows (ZeRO-2 and -3)."""
         return isinstance(self.grad_reducer, ShardedGrads)
 
     def attach_gradients(self) -> None:
@@ -95,17 +97,24 @@ class Updater:
 
     def set_used_params(self, names: Collection[str]) -> None:
         """Announce that the backwards before the next `step` reach these weights only."""
-        if self.grad_reducer is not None:
+        if isinstance(self.grad_reducer, GradReducer):
             self.grad_reducer.set_used_params(names)
 
-    def enable_sync(self, names: Collection[str]) -> None:
-        """Announce that the next backward is the last one before `step` for these weights."""
-        if self.grad_reducer is not None:
-            self.grad_reducer.enable_sync(names)
+    def begin_backward(self, reached: Set[str], completed: Collection[str]) -> None:
+        """Announce a backward.
+
+        Args:
+            reached: weights that it reaches.
+            completed: those of them that no later backward before `step` reaches.
+        """
+        if isinstance(self.grad_reducer, ShardedGrads):
+            self.grad_reducer.begin_backward(reached)
+        elif self.grad_reducer is not None and completed:
+            self.grad_reducer.enable_sync(completed)
 
     def flush_remaining(self) -> None:
         """Announce that the last backward before `step` has ended."""
-        if self.grad_reducer is not None:
+        if isinstance(self.grad_reducer, GradReducer):
             self.grad_reducer.flush_remaining()
 
     @property
@@ -132,7 +141,7 @@ class Updater:
         self.sum_over_stages()
         norm = self.global_norm()
         if self.scaler is not None:
-            self.scaler.unscale([p.grad for p in self.trainable.values() if p.grad is not None])
+            self.scaler.unscale([p.grad for p in self.updated.values() if p.grad is not None])
             norm /= self.scaler.scale
         return norm
 
@@ -154,8 +163,8 @@ class Updater:
         """Drop gradients and the remains of a step that has not ended."""
         if self.grad_reducer is not None:
             self.grad_reducer.reset()
-        if self.zero_gather is not None:
-            self.zero_gather.abandon()
+        if self.sharded is not None:
+            self.sharded.abandon()
         self.zero_grad()
 
     def sum_over_shards(self) -> None:
@@ -163,31 +172,31 @@ class Updater:
 
         All shards run one program on one loss, so a gradient exists on all shards or on none.
         """
-        present = [w for w in self.spec.weights if w.name in self.trainable and self.trainable[w.name].grad is not None]
+        present = [w for w in self.spec.weights if w.name in self.updated and self.updated[w.name].grad is not None]
         partial = [w for w in present if TP in self.spec.layout(w.name).partial_gradient]
-        sum_gradients(partial, self.trainable, self.spec.shard_ranks, self.transport)
+        sum_gradients(partial, self.updated, self.spec.shard_ranks, self.transport)
 
     def sum_over_stages(self) -> None:
         """Set a tied parameter's gradient on all its stages to the sum of theirs, or to None if no stage has one."""
         weights = {weight.name: weight for weight in self.spec.weights}
         for name, positions in sorted(self.spec.holders.items()):
-            if len(positions) < 2 or name not in self.trainable or not self.updates(name):
+            if len(positions) < 2 or name not in self.updated:
                 continue
             ranks = [self.spec.pipeline_ranks[position] for position in positions]
-            parameter = self.trainable[name]
+            parameter = self.updated[name]
             if not any(self.flags.sum_flags([parameter.grad is not None], ranks)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sum_gradients([weights[name]], self.trainable, ranks, self.transport)
+            sum_gradients([weights[name]], self.updated, ranks, self.transport)
 
     def owns_for_norm(self, name: str) -> bool:
         """Whether this rank's gradient of a parameter counts in the global norm."""
-        return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.has_first_copy(name)
+        return (self.spec.zero > 0 or self.spec.place.replica == 0) and self.spec.has_first_copy(name)
 
     def global_norm(self) -> torch.Tensor:
         """2-norm of the gradients of all ranks, each element of the model counted once; a 0-dim tensor."""
-        own = [p.grad for name, p in self.trainable.items() if p.grad is not None and self.owns_for_norm(name)]
+        own = [p.grad for name, p in self.updated.items() if p.grad is not None and self.owns_for_norm(name)]
         device = torch.device(self.spec.device)
         square = torch.zeros((), dtype=torch.float64, device=device)
         if own:
@@ -198,7 +207,7 @@ class Updater:
 
     def clip(self, norm: torch.Tensor) -> None:
         """Clip the gradients by the global norm ``norm`` [] or by value, as the user chose."""
-        gradients = [p for p in self.trainable.values() if p.grad is not None]
+        gradients = [p for p in self.updated.values() if p.grad is not None]
         if self.spec.recipe.clip_grad_norm is not None and gradients:
             nn.utils.clip_grads_with_norm_(gradients, self.spec.recipe.clip_grad_norm, norm)
         if self.spec.recipe.clip_grad_value is not None and gradients:
@@ -210,7 +219,7 @@ class Updater:
 
     def zero_grad(self) -> None:
         self.grad_buffer.clear()
-        for parameter in self.trainable.values():
+        for parameter in (*self.trainable.values(), *self.updated.values()):
             parameter.grad = None
 
     def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -140,10 +140,11 @@ class GradBuffer:
                 self.mark_ready(name, gradient)
         self.flush()
 
-    def attach_to_params(self) -> None:
-        """Make the main grads the parameters' gradients; None where there is none."""
-        for name in self.bucket_of:
-            self.parameters[name].grad = self.views[name] if name in self.accumulated else None
+    def attach_to_params(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
+        """Make the main grads the gradients of the parameters, or of others by the same names."""
+        holders = self.parameters if parameters is None else parameters
+        for name in self.bucket_of.keys() & holders.keys():
+            holders[name].grad = self.views[name] if name in self.accumulated else None
 
     def detach_from_params(self) -> None:
         """Before a backward: unset the parameters' gradients, and keep the main grads."""

@@ -11,8 +11,9 @@ from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
 from autopar.runtime.comm.protocols import FlagChannel, SendHandle, Transport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
-from autopar.runtime.params.flat_buckets import memory_order, view_like
+from autopar.runtime.params.flat_buckets import view_like
 from autopar.runtime.params.grad_buffer import GradBuffer
+from autopar.sharding.tensors import memory_order
 
 
 class GradReducer:
@@ -35,6 +36,7 @@ class GradReducer:
         """Reduce main grads over ``ranks``, the replicas in order; this one is number ``replica``."""
         self.grad_buffer, self.ranks, self.replica = grad_buffer, tuple(ranks), replica
         self.flags, self.collectives = flags, collectives
+        self.updated: Mapping[str, nn.Parameter] = {}  # what an optimizer updates, by name; set by the updater
         self.reset()
         grad_buffer.on_accumulated = self.start_ready_buckets
 
@@ -81,7 +83,7 @@ class GradReducer:
             self.start(len(self.started))
 
     def finish(self) -> None:
-        """Finish, and attach the summed gradients to the parameters; under ZeRO-1 to those that this replica owns."""
+        """Finish, and attach the summed gradients to what the optimizer updates."""
         grads = self.grad_buffer
         self.flush_remaining()
         present = [name in grads.accumulated for name in grads.bucket_of]
@@ -89,13 +91,14 @@ class GradReducer:
         exists = dict(zip(grads.bucket_of, counts, strict=True))
         for wait in self.started:
             wait()
+        grads.detach_from_params()
         grads.accumulated = {
             name
             for bucket in grads.buckets
-            for name in (bucket.names if bucket.num_segments == 1 else bucket.names_of(self.replica))
+            for name in (bucket.names if bucket.num_segments == 1 else bucket.pieces(self.replica))
             if exists[name]
         }
-        grads.attach_to_params()
+        grads.attach_to_params(self.updated)
         self.reset()
 
 

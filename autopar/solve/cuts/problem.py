@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from autopar.ir.comm_sizes import replica_buffer_bytes
 from autopar.ir.cost_graph import CostGraph, ResidentTensor
-from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, bucket_sizes, slot_bytes
+from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, NUM_PARAM_SLOTS, block_groups, bucket_sizes, slot_bytes
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
@@ -29,7 +29,7 @@ class Priced:
 
     ``strategies`` maps operations, and ``storage`` weights, to how they are split; ``blocks`` describes that for the
     printed plan. ``strategy_index`` is the strategy chosen for each group. ``notes`` say what limits the number of
-    ranks, such as ``attention has 3 heads``.
+    ranks, such as ``attention has 3 heads``. ``kept`` are the blocks whose parameters stay gathered under ZeRO-3.
     """
 
     cost: CostGraph
@@ -38,6 +38,7 @@ class Priced:
     strategy_index: tuple[int, ...] = ()
     blocks: Callable[[], tuple[BlockSharding, ...]] = tuple
     notes: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
 
     @property
     def seconds(self) -> float:
@@ -63,6 +64,10 @@ class Costs(Protocol):
         Returns:
             None where there is no smaller sharding.
         """
+        ...
+
+    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+        """The model under ZeRO-3 and the same sharding, with other blocks whose parameters stay gathered."""
         ...
 
     def floor_seconds(self, tp: int, size: int) -> float:
@@ -204,23 +209,44 @@ class CutProblem:
     @cached_property
     def bucket_sizes(self) -> list[int]:
         """Bytes of each bucket of gradients, if one rank held the whole model."""
+        if self.zero == 3:
+            return [4 * sum(w.numel for w in bucket) for bucket in self.block_buckets]
         owners = self.dp if self.zero else 1
-        return self.cost.remember(("bucket sizes", owners), lambda: self._bucket_sizes(owners))
+        return self.cost.remember(("bucket sizes", owners), lambda: bucket_sizes(self._trained_weights(), owners))
 
-    def _bucket_sizes(self, owners: int) -> list[int]:
+    def _trained_weights(self) -> list[Weight]:
+        """Trained weights, as far as buckets depend on them."""
         stored, size = "float32", DTYPE_BYTES["float32"]
-        weights = [
+        return [
             Weight(w.name, "parameter", (w.gradient_bytes // size,), "bfloat16" if w.copy_bytes else stored,
                    requires_grad=True, master=stored if w.copy_bytes else "")
             for w in self.cost.weights
             if w.gradient_bytes
         ]  # fmt: skip
-        return bucket_sizes(weights, owners)
+
+    @property
+    def block_buckets(self) -> list[list[Weight]]:
+        """Weights of each bucket under ZeRO-3, if one rank held the whole model."""
+        blocks = {w.name: w.block for w in self.cost.weights}
+        gathered = {w.name for w in self.cost.weights if w.is_gathered}
+        return self.cost.remember(
+            "block buckets", lambda: block_groups(self._trained_weights(), blocks, lambda w: w.name in gathered)
+        )
+
+    @property
+    def param_slot_bytes(self) -> int:
+        """Bytes of the slots into which parameters are gathered under ZeRO-3, on each rank.
+
+        Error: high on stages without the model's largest block; low where a program reads several blocks at a time.
+        """
+        gathered = {w.name for w in self.cost.weights if w.is_gathered}
+        sizes = [sum(w.num_bytes for w in bucket) for bucket in self.block_buckets if bucket[0].name in gathered]
+        return max(sizes, default=0) * min(NUM_PARAM_SLOTS, len(sizes))
 
     @cached_property
     def exchanged_bytes(self) -> int:
         """Bytes through which replicas exchange gradients, on each rank: a symmetric buffer on peers, the flat buffers
-        in which buckets take turns under ZeRO-2, and those for another dtype on the way.
+        in which buckets take turns from ZeRO-2 on, those of parameters, and those for another dtype on the way.
 
         Error: high on stages without the model's largest bucket.
         """
@@ -230,7 +256,8 @@ class CutProblem:
         # Under ZeRO, weights are gathered through the symmetric buffer too.
         peers = replica_buffer_bytes(int(largest * (1 if self.zero else share)), self.dp) if "dp" in self.peers else 0
         rounded = int(largest * share) * min(NUM_GRAD_SLOTS, len(self.bucket_sizes)) if share < 1 else 0
-        return peers + rounded + (slot_bytes(self.bucket_sizes) if self.zero == 2 else 0)
+        slots = slot_bytes(self.bucket_sizes) if self.zero >= 2 else 0
+        return peers + rounded + slots + (self.param_slot_bytes if self.zero == 3 else 0)
 
     def fixed_bytes(self, stage: int) -> int:
         """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas' buffers

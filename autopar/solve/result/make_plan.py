@@ -98,6 +98,11 @@ def make_plan(
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
         strategies=compressed(priced.strategies, [op.name for op in setting.graph.ops]),
         zero=decision.zero,
+        param_blocks={
+            weight.block: "kept" if weight.block in priced.kept else "gathered"
+            for weight in problem.cost.weights
+            if weight.block
+        },
         blocks=priced.blocks(),
         alternatives=alternatives,
         bound_by=bound_by,

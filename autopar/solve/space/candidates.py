@@ -9,14 +9,15 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import BYTES, plural, text
 from autopar.schedule.generate import in_flight_profiles, max_in_flight
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
-from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
+from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
+from autopar.solve.cuts.kept_blocks import kept_blocks
 from autopar.solve.cuts.local_search import busy_seconds, local_search
 from autopar.solve.cuts.merge import Merged, merge
 from autopar.solve.cuts.problem import Axis, CutProblem, Priced
 from autopar.solve.cuts.step_time import Decision, Setting, StepTime, step_time
 from autopar.solve.space.constraints import boundary_links, pinned_groups
 from autopar.solve.space.lower_bounds import LowerBounds, shardings_at, step_floor, weights_fit
-from autopar.solve.space.points import Point
+from autopar.solve.space.points import Point, microbatch_samples
 
 # Largest ratio of a step with contiguous cuts to the best step known at which local search is tried: it has shortened
 # steps by 8.3 % at most (ResNet-50 on 4 stages). What may be listed, which it shortens by up to 16 %, is `look_up`'s.
@@ -42,9 +43,11 @@ class Candidate:
         return self.step.seconds if self.step is not None else float("inf")
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any stage recomputes."""
-        return self.stage_of is not None and any(c.recomputed_below for c in stage_costs(self.problem, self.stage_of))
+    def recomputes_to_fit(self) -> bool:
+        """Whether any stage recomputes because it would not fit otherwise."""
+        if self.stage_of is None or not self.problem.may_recompute:
+            return False
+        return any(c.recomputed_below for c in stage_costs(self.problem, self.stage_of))
 
     @property
     def decision(self) -> Decision:
@@ -83,7 +86,7 @@ def evaluate(
             return best if known < float("inf") else None
         if best is None or found.seconds <= best.seconds:
             best = found
-        if found.step is not None and not (found.problem.may_recompute and found.recomputes):
+        if found.step is not None and not found.recomputes_to_fit:
             break
         if found.step is None and not weights_fit(setting, point):
             break
@@ -133,7 +136,25 @@ def cut_and_evaluate(
         return None
     stage_of = merged.expand(units)
     found = replace(uncut, stage_of=stage_of, step=step_time(setting, problem, stage_of))
+    if point.zero == 3:
+        found = keep_blocks(setting, found, limit_bytes)
     return improve(setting, found, limit_bytes) if found.seconds < near_seconds else found
+
+
+def keep_blocks(setting: Setting, candidate: Candidate, limit_bytes: float) -> Candidate:
+    """The candidate with the blocks kept that fit and save most, if its step is shorter then."""
+    assert candidate.stage_of is not None
+    kept = kept_blocks(candidate.problem, candidate.stage_of, limit_bytes)
+    if not kept:
+        return candidate
+    mesh, priced = candidate.point.mesh, candidate.priced
+    priced = setting.costs.keeping(priced, mesh.tp, mesh.dp, microbatch_samples(setting, candidate.point), kept)
+    problem = make_cut_problem(setting, candidate.point, priced)
+    step = step_time(setting, problem, candidate.stage_of)
+    fits = peak_bytes(problem, candidate.stage_of) <= limit_bytes
+    if not fits or step.seconds > candidate.seconds:
+        return candidate
+    return replace(candidate, problem=problem, priced=priced, step=step)
 
 
 def improve(setting: Setting, candidate: Candidate, limit_bytes: float) -> Candidate:

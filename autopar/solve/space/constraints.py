@@ -68,7 +68,7 @@ class Constraints(PlanConstraints):
         if self.zero == 2 and (self.microbatches or 1) > 1:
             raise UsageError(
                 f"zero=2 with microbatches={self.microbatches}: ZeRO-2 reduces gradients after every backward, and is "
-                "for one microbatch a step. Use microbatches=1 or zero=1."
+                "planned for one microbatch a step. Use microbatches=1, zero=1, or zero=3, which may keep parameters."
             )
 
     def without_pipeline(self) -> str:

@@ -20,6 +20,7 @@ from autopar.solve.space.points import (
     enumerate_points,
     first_points,
     least_memory_points,
+    more_divided,
     neighbours,
     points_with_other_schedules,
 )
@@ -111,8 +112,8 @@ def explore_mesh(
 ) -> list[Candidate]:
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling.
 
-    Points come in the order of `LowerBounds.expected_seconds`, so that the first ones are near the best. ZeRO-2 is
-    tried where ZeRO-1 does not fit, or only with recomputation.
+    Points come in the order of `LowerBounds.expected_seconds`, so that the first ones are near the best. ZeRO-2 and -3
+    are tried where the stage before does not fit, or only with recomputation.
 
     Args:
         better_only: leave out the first that fits too where it cannot be better than the ceiling.
@@ -146,9 +147,8 @@ def explore_mesh(
                 break
             kind = (point.pipeline, point.zero)
             too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
-        may_share_gradients = point.zero == 1 and point.microbatches == 1 and setting.constraints.zero is None
-        if may_share_gradients and (candidate is None or candidate.step is None or candidate.recomputes):
-            again = replace(point, zero=2)
+        again = more_divided(setting, point)
+        if again is not None and (candidate is None or candidate.step is None or candidate.recomputes_to_fit):
             heappush(waiting, (bounds.expected_seconds(again), number, again))
     if found:
         look_up(setting, bounds, found, [min(found, key=lambda c: c.seconds).point])  # it may be listed

@@ -70,8 +70,8 @@ def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
 
 
 def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
-    """Points of a mesh without ZeRO-2, unless that is asked for: it is as fast as ZeRO-1, which needs more memory."""
-    return [p for p in enumerate_points(setting, mesh) if p.zero < 2 or setting.constraints.zero == 2]
+    """Points of a mesh without ZeRO-2 and -3, unless they are asked for: ZeRO-1 is as fast, and needs more memory."""
+    return [p for p in enumerate_points(setting, mesh) if p.zero < 2 or setting.constraints.zero == p.zero]
 
 
 def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
@@ -79,7 +79,7 @@ def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
     points = list(enumerate_points(setting, mesh))
     fewest = min(p.pipeline.chunks for p in points)
     points = [p for p in points if p.pipeline.chunks == fewest]
-    # Slots of equal size for each owner may make ZeRO-2 larger than ZeRO-1 over many replicas.
+    # Slots may make a stage larger than the one before it.
     stages = sorted({p.zero for p in points}, reverse=True)[:2]
     best = [max(points, key=lambda p: (p.microbatches, p.zero))]
     best += [max((p for p in points if p.zero == zero), key=lambda p: p.microbatches) for zero in stages]
@@ -95,10 +95,18 @@ def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
 def neighbours(setting: Setting, point: Point) -> list[Point]:
     """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without."""
     points = [p for p in enumerate_points(setting, point.mesh) if are_alike(p, point.pipeline)]
-    same = [p for p in points if p.zero == min(point.zero, 1)]  # ZeRO-2 is for one microbatch
+    same = [p for p in points if p.zero == (1 if point.zero == 2 else point.zero)]  # ZeRO-2 is for one microbatch
     near = [p for p in same if p.microbatches < point.microbatches][-1:]
     near += [p for p in same if p.microbatches > point.microbatches][:1]
-    return near + [p for p in points if p.zero not in (point.zero, 2) and p.microbatches == point.microbatches]
+    others = {0, 1} - {point.zero}
+    return near + [p for p in points if p.zero in others and p.microbatches == point.microbatches]
+
+
+def more_divided(setting: Setting, point: Point) -> Point | None:
+    """The point with the next ZeRO stage, for a point that needs too much memory; None if none is left to try."""
+    if point.zero == 0 or point.zero == 3 or setting.constraints.zero is not None:
+        return None
+    return replace(point, zero=2 if point.zero == 1 and point.microbatches == 1 else 3)
 
 
 def are_alike(point: Point, pipeline: Pipeline) -> bool:

@@ -53,6 +53,19 @@ class ModelFlags(BuildFlags):
     ] = None
 
 
+def zero_stage(text: str) -> int | None:
+    """ZeRO stage in a text; None for ``auto``.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"--zero {text} is no ZeRO stage. It is 0, 1, 2, 3 or auto.")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class PlanFlags:
     """Constraints on the plan; the planner chooses the others."""
@@ -86,9 +99,10 @@ class PlanFlags:
     zero: Annotated[
         int | None,
         Option(
-            help="ZeRO stage: replicas divide the optimizer state (1), and the gradients too (2), or nothing (0); the "
-            "planner chooses by default.",
-            metavar="0|1|2",
+            help="ZeRO stage: replicas divide the optimizer state (1), the gradients too (2), the parameters too (3, "
+            "as FSDP), or nothing (0); auto (default): the fastest that fits.",
+            metavar="0|1|2|3|auto",
+            parser=zero_stage,
         ),
     ] = None
     reduce_dtype: Annotated[

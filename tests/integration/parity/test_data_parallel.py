@@ -367,7 +367,7 @@ def test_a_step_over_shards_and_replicas(zero: ZeroStage) -> None:
     assert set(ranks[1].gradients()) == {"split", "shared"}  # a copy of what rank 0 gives
     with ThreadPoolExecutor(4) as threads:
         norms = [result.grad_norm for result in threads.map(Rank.optimizer_step, ranks, [0] * 4)]
-        list(threads.map(Rank.gather_weights, ranks))  # what the other replica owns
+        states = list(threads.map(Rank.state, ranks))
     whole = {
         "split": torch.cat(
             [gradients["split"][0] + gradients["split"][2], gradients["split"][1] + gradients["split"][3]]
@@ -378,11 +378,12 @@ def test_a_step_over_shards_and_replicas(zero: ZeroStage) -> None:
     norm = nn.utils.get_total_norm(whole.values()).item()
     assert norms == [pytest.approx(norm, rel=1e-5)] * 4
     for number, rank in enumerate(ranks):
-        shard = number % 2
-        assert_close(rank.weights["split"].detach(), -whole["split"].chunk(2)[shard], "split")
-        assert_close(rank.weights["shared"].detach(), -whole["shared"], "shared")
-        assert_close(rank.weights["replicated"].detach(), -whole["replicated"], "replicated")
-    assert [sorted(rank.state()) for rank in ranks] == [["replicated", "shared", "split"], ["split"], [], []]
+        expected = whole | {"split": whole["split"].chunk(2)[number % 2]}
+        assert not zero or sorted(rank.stored) == sorted(n for n in owners if owners[n] == rank.place.replica)
+        for state in (rank.stored, states[number]):
+            for name, tensor in state.items():
+                assert_close(tensor.detach(), -expected[name], name)
+    assert [sorted(state) for state in states] == [["replicated", "shared", "split"], ["split"], [], []]
 
 
 def test_shards_draw_the_same_random_numbers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,16 +302,23 @@ def test_weights_are_waited_for_before_they_are_first_read(segments: tuple[int, 
     names = [w.name for w in program.weights]
     arrivals: list[list[str]] = []
 
-    def arrival(group: list[str]) -> Callable[[], None]:
+    groups = [names[:6], names[6:20], names[20:]]
+
+    @functools.cache
+    def arrival(numbers: frozenset[int]) -> Callable[[], None]:
         def arrive() -> None:
-            arrivals.append(group)
-            for name in group:
-                weights[name].data.copy_(given[name])
+            for group in (groups[number] for number in sorted(numbers)):
+                if group not in arrivals:
+                    arrivals.append(group)
+                    for name in group:
+                        weights[name].data.copy_(given[name])
 
         return arrive
 
-    groups = [names[:6], names[6:20], names[20:]]
-    waits = {name: wait for group in groups for name, wait in zip(group, [arrival(group)] * len(group))}
+    def waits(read: Collection[str]) -> Callable[[], None] | None:
+        numbers = frozenset(number for number, group in enumerate(groups) if not set(group).isdisjoint(read))
+        return arrival(numbers) if numbers else None
+
     for name in names:
         weights[name].data.fill_(float("nan"))
     module = graph_module(program, weights, torch.device("cpu"), {}, waits)

@@ -55,6 +55,9 @@ class ChoicePrices:
     def sharing(self, tp: int, dp: int, zero: ZeroStage) -> Sharing:
         return Sharing(tp, dp, zero)
 
+    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+        raise AssertionError("there are no replicas")
+
     def floor_seconds(self, tp: int, size: int) -> float:
         return 0.0
 

@@ -67,7 +67,7 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, shared: b
         assert len(bucket.bounds) == (dp if shared else 1) + 1
         for owner, (low, high) in enumerate(pairwise(bucket.bounds)):
             inside = {name for name, (start, end) in zip(bucket.names, ends) if low <= start and end <= high}
-            assert set(bucket.names_of(owner)) == inside
+            assert set(bucket.pieces(owner)) == inside
             if shared:
                 assert inside == {name for name in bucket.names if owners[name] == owner}
         flat = torch.full((bucket.numel,), 7.0, dtype=bucket.dtype)
@@ -77,7 +77,7 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, shared: b
         assert all(torch.equal(view, tensors[name]) for name, view in views.items())
         for owner, segment in enumerate(bucket.segments(flat)):
             owned = bucket.owned_views(segment, owner, tensors)
-            assert {*owned} == {*bucket.names_of(owner)}
+            assert {*owned} == {*bucket.pieces(owner)}
             assert all(torch.equal(view, tensors[name]) for name, view in owned.items())
 
 
@@ -104,7 +104,7 @@ def test_a_tied_weight_has_one_owner_on_all_stages(first: list[Weight], second: 
     assert owners.keys() == holders.keys()
     for own in stages:
         for bucket in flat_buckets(own, owners, dp):  # each stage finds the same buckets from the owners alone
-            assert all(set(bucket.names_of(owner)) <= {n for n in owners if owners[n] == owner} for owner in range(dp))
+            assert all(set(bucket.pieces(owner)) <= {n for n in owners if owners[n] == owner} for owner in range(dp))
 
 
 @pytest.mark.parametrize("name", ["vit_large_patch16_224", "vit_base_patch16_224", "resnet50", "vit_giant_patch14_224"])
@@ -132,7 +132,7 @@ def test_a_bucket_that_would_be_mostly_padding_is_not_padded() -> None:
     weights = [weight("small", (128,)), weight("large", (3000, 1024))]
     (bucket,) = flat_buckets(weights, {"small": 1, "large": 0}, 2)
     assert bucket.bounds == (0, 3000 * 1024, 3000 * 1024 + 128) and not bucket.even
-    assert bucket.names == ("large", "small") and bucket.names_of(1) == ("small",)
+    assert bucket.names == ("large", "small") and bucket.pieces(1) == {"small": range(128)}
     few = [weight("small", (128,)), weight("large", (256,))]
     (padded,) = flat_buckets(few, {"small": 1, "large": 0}, 2)
     assert padded.bounds == (0, 256, 512) and padded.even and MAX_PADDING_SHARE < 128 / 384

@@ -74,7 +74,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         ("mesh.tp", 0, r"field mesh\.tp: is 0, must be at least 1"),
         ("mesh.tp", 2, r"field prediction\.peak_bytes: has 2 entries for 4 ranks"),
         ("mesh.dp", 3, r"field prediction\.peak_bytes: has 2 entries for 6 ranks"),
-        ("zero", 3, "Field zero"),
+        ("zero", 4, "Field zero"),
         ("reduce_dtype", "float16", "Field reduce_dtype"),
         ("zero", 1, r"field zero: needs replicas to share the optimizer's state; mesh\.dp is 1"),
         ("strategies", {"0.linear": "n"}, r"field strategies: must be empty while mesh\.tp is 1"),

@@ -22,7 +22,7 @@ from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.replica_collectives import ReduceBuffers, ReplicaCollectives, reduce_buffers
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params import flat_buckets as buckets
-from autopar.runtime.params import zero_gather as replica_weights
+from autopar.runtime.params import sharded_params
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
@@ -31,7 +31,7 @@ EVEN, UNEVEN = (0, 96, 192, 288), (0, 200, 200, 288)
 
 
 def bucket(bounds: tuple[int, ...]) -> FlatBucket:
-    return FlatBucket((), (), bounds, torch.float32, None)
+    return FlatBucket((), (), (), bounds, torch.float32, None)
 
 
 def collectives(member: SymmetricCommunicator, buffers: ReduceBuffers | None = None) -> ReplicaCollectives:
@@ -132,7 +132,7 @@ def test_a_buffer_is_used_again_once_its_reduction_has_ended() -> None:
 
 
 def test_what_is_as_narrow_already_travels_as_it_is() -> None:
-    low = FlatBucket((), (), (0, 8), torch.float16, None)
+    low = FlatBucket((), (), (), (0, 8), torch.float16, None)
     assert reduce_buffers([low], "bfloat16", CPU) is reduce_buffers([bucket(EVEN)], "float32", CPU) is None
     buffers = reduce_buffers([low, bucket(EVEN)], "bfloat16", CPU)
     assert buffers is not None and buffers.num_bytes == 2 * EVEN[-1]
@@ -206,7 +206,7 @@ def test_training_through_buffers_in_bfloat16(zero: ZeroStage, request: pytest.F
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
     monkeypatch.setattr(buckets.group_weights, "__defaults__", (2**16,))
-    monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
+    monkeypatch.setattr(sharded_params, "PREFETCH_BUCKETS", 0)
     monkeypatch.setattr(buckets, "is_padded", lambda loads, element_bytes: False)
     monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 

@@ -1,12 +1,12 @@
-"""Main grads under ZeRO-2: each replica keeps sums over the replicas, of the weights that it owns.
+"""Main grads under ZeRO-2 and -3: each replica keeps sums over the replicas, of its pieces of the weights.
 
 Gradients of a bucket wait until all of them are there. Then they move into one of `NUM_GRAD_SLOTS` flat buffers, which
-are reduce-scattered, each segment into the main grads of its owner. The next bucket but one uses the same buffer.
+are reduce-scattered, each segment into the main grads of its replica. The next bucket but one uses the same buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,11 @@ from autopar.runtime.params.grad_sums import add_gradients, take_gradients
 
 
 class ShardedGrads:
-    """Main grads of the weights that this replica owns, and the gradients of a backward on their way to the owners.
+    """Main grads of this replica's pieces of weights, and the gradients of a backward on their way to the replicas.
 
-    It stands for `GradBuffer` and `GradReducer` together. Every call that runs a backward reduces its gradients, and
-    adds them to those of earlier calls. Only the next bucket in order has memory: gradients of later ones wait where
-    autograd or a layer left them.
+    It stands for `GradBuffer` and `GradReducer` together. Every backward reduces its gradients, and adds them to those
+    of earlier ones. Only the next bucket in order has memory: gradients of later ones wait where autograd or a layer
+    left them.
 
     Error: gradients wait longer where one of an earlier bucket is late or missing, and more memory is taken than
         predicted.
@@ -40,9 +40,10 @@ class ShardedGrads:
         replica: int,
         flags: FlagChannel,
         collectives: ReplicaCollectives,
+        device: torch.device,
     ) -> None:
         """Watch the parameters; ``ranks`` are the replicas in order, and this one is number ``replica``."""
-        self.parameters, self.buckets = parameters, tuple(buckets)
+        self.parameters, self.buckets, self.device = parameters, tuple(buckets), device
         self.ranks, self.replica, self.flags, self.collectives = tuple(ranks), replica, flags, collectives
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         # Shapes and strides; the parameters themselves may be without memory.
@@ -52,7 +53,8 @@ class ShardedGrads:
         self.slot_views: dict[int, Mapping[str, torch.Tensor]] = {}
         self.owned = [self.owned_segment(bucket) for bucket in self.buckets]
         self.views = self.owned_views()
-        self.summed: set[str] = set()  # owned weights with a main grad
+        self.updated: Mapping[str, nn.Parameter] = {}  # what an optimizer updates, by name; set by the updater
+        self.summed: set[str] = set()  # pieces with a main grad
         self.filled: set[int] = set()  # buckets whose main grads hold a number
         self.main_grads: dict[str, SlotGrad] = {}
         self.hooks: list[RemovableHandle] = []
@@ -61,9 +63,9 @@ class ShardedGrads:
             self.watch(name, parameters[name])
 
     def owned_segment(self, bucket: FlatBucket) -> torch.Tensor:
-        """Main grads of the weights of a bucket that this replica owns, flat."""
+        """Main grads of this replica's segment of a bucket, flat."""
         low, high = bucket.bounds[self.replica : self.replica + 2]
-        return torch.zeros(high - low, dtype=bucket.dtype, device=self.parameters[bucket.names[0]].device)
+        return torch.zeros(high - low, dtype=bucket.dtype, device=self.device)
 
     def owned_views(self) -> dict[str, torch.Tensor]:
         """Main grads of this replica by name."""
@@ -74,16 +76,19 @@ class ShardedGrads:
         }
 
     def reset(self) -> None:
-        """Forget a backward's gradients."""
-        self.missing = [set(bucket.names) for bucket in self.buckets]
-        self.complete: set[str] = set()
+        """Forget gradients that are not reduced."""
         self.present: set[str] = set()  # weights with a gradient on this replica
         self.ready: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.buckets]
-        self.written: set[str] = set()  # weights of the next bucket whose gradient is in its slot
         self.direct: dict[str, torch.Tensor] = {}  # gradients that layers are writing elsewhere
-        self.next = 0  # bucket to be reduced next
         self.in_flight.clear()
         self.collectives.abandon()
+        self.begin_order(())
+
+    def begin_order(self, order: Sequence[int]) -> None:
+        """Reduce these buckets next, in this order."""
+        self.order, self.next = tuple(order), 0
+        self.missing: dict[int, set[str]] = {}
+        self.written: set[str] = set()  # weights of the next bucket whose gradient is in its slot
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class ShardedGrads:
         if name not in self.bucket_of or not (like := self.like[name]).numel() or not like.is_contiguous():
             return None
         if name not in self.main_grads:
-            key = torch.empty([1] * like.ndim, dtype=like.dtype, device=self.parameters[name].device)
+            key = torch.empty([1] * like.ndim, dtype=like.dtype, device=self.device)
             self.main_grads[name] = SlotGrad(self, name, key)
             wgrad_accumulation.register(key, self.main_grads[name])
         return self.main_grads[name].key
@@ -110,35 +115,38 @@ class ShardedGrads:
         self.main_grads.clear()
         self.hooks.clear()
 
+    def begin_backward(self, names: Set[str]) -> None:
+        """Before a backward that reaches these weights: its buckets are those of them, on all replicas."""
+        reached = {index: {*bucket.names} & names for index, bucket in enumerate(self.buckets)}
+        self.begin_order([index for index, own in reached.items() if own])
+        self.missing = reached
+
     def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
         """Note a gradient, or (None) that a layer has written it into its slot; reduce buckets that it completes."""
         index = self.bucket_of[name]
         self.present.add(name)
         if gradient is not None:
             self.ready[index].append((name, gradient))
-        if name in self.complete:
-            self.missing[index].discard(name)
-            self.start_complete()
-
-    def flush(self) -> None:
-        """After a backward: reduce buckets that wait for nothing but gradients which it did not produce.
-
-        So replicas with other gradients start a bucket after the same backward. Were it later, replicas that wait for
-        its slot could wait for each other where ranks have several stages.
-        """
-        for missing in self.missing:
-            missing -= self.complete
-        self.start_complete()
-
-    def start_complete(self) -> None:
-        """Reduce the next buckets, as far as they are complete."""
-        while self.next < len(self.buckets) and not self.missing[self.next]:
+        self.missing.get(index, set()).discard(name)
+        while self.current is not None and not self.missing[self.current]:
             self.start()
 
-    def open_slot(self) -> Mapping[str, torch.Tensor]:
+    def flush(self) -> None:
+        """After a backward: reduce its buckets that wait for missing gradients.
+
+        So replicas with other gradients start a bucket after the same backward.
+        """
+        while self.current is not None:
+            self.start()
+
+    @property
+    def current(self) -> int | None:
+        """Bucket to be reduced next; None after the last one of the backward."""
+        return self.order[self.next] if self.next < len(self.order) else None
+
+    def open_slot(self, index: int) -> Mapping[str, torch.Tensor]:
         """Gradients of the next bucket in its slot, by name, after waiting for the slot's earlier reduction."""
-        index, slot = self.next, self.next % NUM_GRAD_SLOTS
-        if (wait := self.in_flight.pop(slot, None)) is not None:
+        if (wait := self.in_flight.pop(index % NUM_GRAD_SLOTS, None)) is not None:
             wait()
         if index not in self.slot_views:
             self.slot_views[index] = self.buckets[index].views(self.slot_flat(index), self.like)
@@ -157,19 +165,19 @@ class ShardedGrads:
         """Take gradients that the user has set by hand."""
         for name in self.bucket_of:
             gradient = self.parameters[name].grad
-            if gradient is not None and gradient is not self.views.get(name):
+            if gradient is not None:
                 self.parameters[name].grad = None
                 self.mark_ready(name, gradient)
 
     def attach_to_params(self) -> None:
-        """Make the main grads the gradients of the parameters that this replica owns; None where there is none."""
-        for name in self.bucket_of:
-            self.parameters[name].grad = self.views[name] if name in self.summed else None
+        """Make the main grads the gradients of what the optimizer updates; None where there is none."""
+        for name, updated in self.updated.items():
+            updated.grad = self.views[name] if name in self.summed else None
 
     def detach_from_params(self) -> None:
-        """Before a backward: unset the parameters' gradients, and keep the main grads."""
+        """Before a backward: unset the gradients of what the optimizer updates, and keep the main grads."""
         for name in self.summed:
-            self.parameters[name].grad = None
+            self.updated[name].grad = None
 
     def clear(self) -> None:
         """Drop all gradients; their memory stays."""
@@ -184,18 +192,10 @@ class ShardedGrads:
 
     # -- reduction -----------------------------------------------------------------------------------------------
 
-    def set_used_params(self, names: Collection[str]) -> None:
-        """The backwards of this call reach only these weights: no bucket waits for others."""
-        for missing in self.missing:
-            missing &= {*names}
-
-    def enable_sync(self, names: Collection[str]) -> None:
-        """The next gradients of these weights are the last of this call: they complete their buckets."""
-        self.complete |= {*names}
-
     def start(self) -> None:
         """Move the next bucket's gradients into its slot, with zeros for missing ones, and start their reduction."""
-        index, views = self.next, self.open_slot()
+        index = self.order[self.next]
+        views = self.open_slot(index)
         add_gradients(views, self.ready[index], self.written)
         self.ready[index] = []
         if missing := [view for name, view in views.items() if name not in self.written]:
@@ -207,25 +207,19 @@ class ShardedGrads:
         self.filled.add(index)
         self.next += 1
 
-    def flush_remaining(self) -> None:
-        """After the last backward of a call: start the buckets that wait for missing gradients.
-
-        This precedes all other collectives, so that all replicas call in one order.
-        """
-        self.absorb_param_grads()
-        while self.next < len(self.buckets):
-            self.start()
-
     def finish(self) -> None:
-        """Finish the reductions, if any replica has gradients since the last call, and attach the main grads."""
+        """Finish the reductions, also of gradients that a user has set, and attach the main grads."""
+        self.begin_order(())
         self.absorb_param_grads()
-        counts = self.flags.sum_flags([name in self.present for name in self.bucket_of], self.ranks)
-        if self.next or any(counts):
-            self.flush_remaining()
-            for wait in self.in_flight.values():
-                wait()
-            exist = {name for name, count in zip(self.bucket_of, counts, strict=True) if count}
-            self.summed |= exist & self.views.keys()
+        waiting = {name for entries in self.ready for name, _ in entries}
+        kinds = (self.present, waiting)
+        counts = iter(self.flags.sum_flags([name in kind for kind in kinds for name in self.bucket_of], self.ranks))
+        exist, late = ({name for name, count in zip(self.bucket_of, counts) if count} for _ in kinds)
+        self.begin_order(sorted({self.bucket_of[name] for name in late}))
+        self.flush()
+        for wait in self.in_flight.values():
+            wait()
+        self.summed |= exist & self.views.keys()
         self.attach_to_params()
         self.reset()
 
@@ -240,8 +234,8 @@ class SlotGrad:
 
     def buffer(self) -> torch.Tensor:
         grads, like = self.gradients, self.gradients.like[self.name]
-        if grads.bucket_of[self.name] == grads.next:
-            return grads.open_slot()[self.name]
+        if grads.bucket_of[self.name] == grads.current:
+            return grads.open_slot(grads.bucket_of[self.name])[self.name]
         grads.direct[self.name] = torch.empty_like(like, device=self.key.device)
         return grads.direct[self.name]
 
