@@ -369,7 +369,7 @@ class Rank:
         for name in stored.keys() - (self.sharded.pieces.keys() if self.sharded is not None else ()):
             keep(name, stored[name])
         if self.sharded is not None:
-            for name, tensor in self.sharded.gathered(stored):
+            for name, tensor in self.sharded.whole_values(stored):
                 keep(name, tensor)
         return {name: found[name] for name in self.weights if name in found}
 

@@ -33,10 +33,10 @@ class ThreadBuffers:
         assert num_bytes <= self.buffers.shape[1]
         self.num_bytes = max(self.num_bytes, num_bytes)
 
-    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
-        self.taken = max(self.taken, size)
-        return self.buffers[rank, :size].view(dtype).view(tuple(shape))
+        self.taken = max(self.taken, offset + size)
+        return self.buffers[rank, offset : offset + size].view(dtype).view(tuple(shape))
 
     def barrier(self) -> None:
         self.waiting.wait(timeout=30)

@@ -125,8 +125,8 @@ class SymmetricBuffer(Protocol):
         """Have at least so many bytes on each rank; all ranks call with the same size, between steps."""
         ...
 
-    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor at the start of a rank's memory."""
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """A tensor in a rank's memory, ``offset`` bytes after its start."""
         ...
 
     def barrier(self) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 
-from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, replica_buffer_bytes
+from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, message_bytes, replica_buffer_bytes
 from autopar.ir.grad_buckets import NUM_GRAD_SLOTS
 from autopar.ir.plan_parts import ReduceDtype
-from autopar.runtime.comm.protocols import SendHandle, Transport
+from autopar.runtime.comm.protocols import SendHandle, SymmetricBuffer, Transport
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params.flat_buckets import FlatBucket
 
@@ -118,6 +119,13 @@ class ReplicaCollectives:
         # High priority: barriers and sums are little work, and other ranks wait for them.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
+    def share(self, sizes: Sequence[int]) -> SharedSegments | None:
+        """Memory for a segment of each of these sizes in bytes, which all replicas read; None without peer access."""
+        buffer = self.transport.symmetric_buffer(self.ranks) if self.communicator is not None and sizes else None
+        return (
+            SharedSegments(buffer, self.position, len(self.ranks), sizes, self.device) if buffer is not None else None
+        )
+
     def sum(self, flat: torch.Tensor) -> SendHandle:
         """Start an all-reduce in place."""
         sent = self.in_reduce_dtype(flat)
@@ -198,16 +206,57 @@ class ReplicaCollectives:
 
     def on_side_stream(self, calls: Sequence[Callable[[], None]]) -> SendHandle:
         """Start collectives on the side stream, one after the other."""
-        if self.stream is None:
-            for call in calls:
-                call()
-            return lambda: None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for call in calls:
-                call()
-            done = self.stream.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+        return run_on(self.stream, self.device, calls)
+
+
+class SharedSegments:
+    """Segments of all replicas, which copy engines of each replica read from its peers, without a rendezvous.
+
+    Between two `synchronize` a segment does not change.
+    """
+
+    def __init__(
+        self, buffer: SymmetricBuffer, position: int, ranks: int, sizes: Sequence[int], device: torch.device
+    ) -> None:
+        """Allocate; all replicas call with equal sizes, the largest of each segment in bytes."""
+        self.buffer, self.position, self.ranks, self.device = buffer, position, ranks, device
+        self.offsets = [0, *accumulate(message_bytes(size) for size in sizes)]
+        buffer.reserve(self.offsets[-1])
+        # Apart from that of the reductions, whose barriers wait for other replicas.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def own(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """This replica's segment, [numel]."""
+        return self.buffer.view(self.position, [numel], dtype, self.offsets[number])
+
+    def start_gather(self, number: int, segments: Sequence[torch.Tensor]) -> SendHandle:
+        """Start to fill segments, in the replicas' order; calling the handle waits."""
+        order = [(self.position + k) % self.ranks for k in range(self.ranks)]
+        return run_on(self.stream, self.device, [partial(self.read, number, k, segments[k]) for k in order])
+
+    def read(self, number: int, rank: int, segment: torch.Tensor) -> None:
+        segment.copy_(self.buffer.view(rank, segment.shape, segment.dtype, self.offsets[number]))
+
+    def synchronize(self) -> None:
+        """Wait until all replicas have finished their earlier reads and writes."""
+        self.buffer.barrier()
+
+
+def run_on(stream: torch.cuda.Stream | None, device: torch.device, calls: Sequence[Callable[[], None]]) -> SendHandle:
+    """Run calls one after the other on a stream, after what the current one has been given; without one, now.
+
+    Calling the handle has the current stream wait.
+    """
+    if stream is None:
+        for call in calls:
+            call()
+        return lambda: None
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        done = stream.record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
 def moved(wait: SendHandle, source: torch.Tensor, total: torch.Tensor, adds: bool = False) -> SendHandle:

@@ -53,8 +53,8 @@ class SymmetricBufferPool:
         """Handle to the buffers of all ranks, and to their signals."""
         return self.allocations[-1][1]
 
-    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.handle.get_buffer(rank, tuple(shape), dtype)
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        return self.handle.get_buffer(rank, tuple(shape), dtype, offset // dtype.itemsize)
 
     def barrier(self) -> None:
         self.handle.barrier()

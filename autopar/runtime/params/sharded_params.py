@@ -56,6 +56,9 @@ class ShardedParams:
         self.shards: list[torch.Tensor] = []  # the segment in the dtype that programs read
         self.pieces: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, nn.Parameter] = {}
+        self.gathered = [i for i, bucket in enumerate(self.buckets) if not bucket.is_kept]
+        sizes = [self.buckets[i].longest_segment * self.dtype_of(i).itemsize for i in self.gathered]
+        self.shared = collectives.share(sizes)  # segments of buckets that are not kept, on GPUs with peer access
         for index in range(len(self.buckets)):
             self.add_bucket(index)
         self.copied = {name for bucket in self.buckets if bucket.copy_dtype is not None for name in bucket.names}
@@ -79,10 +82,12 @@ class ShardedParams:
         """Allocate this replica's segment of a bucket, and the buffer of one that is kept."""
         bucket, has_copies = self.buckets[index], self.buckets[index].copy_dtype is not None
         low, high = bucket.bounds[self.replica : self.replica + 2]
-        dtype = bucket.copy_dtype or bucket.dtype
+        dtype = self.dtype_of(index)
         if bucket.is_kept:
             self.buffers[index] = torch.zeros(bucket.numel, dtype=dtype, device=self.device)
             shard = self.buffers[index][low:high]
+        elif self.shared is not None:
+            shard = self.shared.own(self.gathered.index(index), high - low, dtype).zero_()
         else:
             shard = torch.zeros(high - low, dtype=dtype, device=self.device)
         master = torch.zeros(high - low, dtype=bucket.dtype, device=self.device) if has_copies else shard
@@ -101,6 +106,10 @@ class ShardedParams:
         if bucket.is_kept:
             self.set_leaves(index)
 
+    def dtype_of(self, index: int) -> torch.dtype:
+        """Dtype in which programs read a bucket."""
+        return self.buckets[index].copy_dtype or self.buckets[index].dtype
+
     def set_leaves(self, index: int) -> None:
         """Have the leaves of a bucket be views of its buffer."""
         for name, view in self.buckets[index].views(self.buffers[index], self.like).items():
@@ -109,9 +118,8 @@ class ShardedParams:
 
     def allocate_slots(self) -> bool:
         """Assign buckets that are not kept to slots, after programs were built; returns whether leaves have moved."""
-        gathered = [i for i in self.in_order if not self.buckets[i].is_kept]
         self.num_protected = max(2, *map(len, self.read_together))
-        slots = assign_slots(gathered, self.read_together)
+        slots = assign_slots([*reversed(self.gathered)], self.read_together)
         if all(self.slot_of.get(index) == slot for index, slot in slots.items()):
             return False
         self.drain()
@@ -153,13 +161,22 @@ class ShardedParams:
             return
         self.drain()
         self.loaded.clear()
+        self.synchronize()
         expected = tuple(dict.fromkeys((*self.order, *self.in_order)))
-        for number, index in enumerate(expected, start=1):
-            if self.buckets[index].copy_dtype is not None:
-                self.shards[index].copy_(self.masters[index])
-            self.prefetch(expected[: min(number, PREFETCH_BUCKETS)])  # travel while the others are cast
+        first, rest = expected[:PREFETCH_BUCKETS], expected[PREFETCH_BUCKETS:]
+        for indices in (first, rest):
+            for index in indices:
+                if self.buckets[index].copy_dtype is not None:
+                    self.shards[index].copy_(self.masters[index])
+            self.synchronize()
+            self.prefetch(first)  # travel while the others are cast
         self.is_stale = False
         self.gather_read_masters()
+
+    def synchronize(self) -> None:
+        """Wait for the other replicas, where they read this one's segments."""
+        if self.shared is not None:
+            self.shared.synchronize()
 
     def wait_for(self, names: Collection[str]) -> Callable[[], None] | None:
         """Function that a program calls before a step that reads these weights; None if none of them is sharded.
@@ -216,6 +233,9 @@ class ShardedParams:
             wait()
         self.loaded[slot] = index
         bucket, buffer = self.buckets[index], self.buffers[index]
+        if self.shared is not None and not bucket.is_kept:
+            self.pending[index] = self.shared.start_gather(self.gathered.index(index), bucket.segments(buffer))
+            return
         if not bucket.is_kept:
             bucket.segments(buffer)[self.replica].copy_(self.shards[index])
         self.pending[index] = self.collectives.all_gather(buffer, bucket)
@@ -259,7 +279,7 @@ class ShardedParams:
 
     # -- masters -------------------------------------------------------------------------------------------------
 
-    def gathered(self, pieces: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_values(self, pieces: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of each weight, gathered from all replicas' pieces, which are in the masters' dtypes.
 
         All replicas iterate, over masters or their averages; a value is valid until the next one.
@@ -290,7 +310,7 @@ class ShardedParams:
         """Gather the masters that programs read although they read copies too."""
         if not self.read_masters:
             return
-        for name, master in self.gathered(self.pieces):
+        for name, master in self.whole_values(self.pieces):
             if name in self.read_masters:
                 parameter = self.parameters[name]
                 if parameter.untyped_storage().nbytes() < parameter.nbytes:
