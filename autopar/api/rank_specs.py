@@ -42,7 +42,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
     owners: Mapping[str, int] = {}
     if zero:
         stages = [[w for w in local(s, 0) if sharing is None or w.name in sharing.owned] for s in range(mesh.pp)]
-        owners = replica_owners(stages, positions, mesh.dp)
+        owners = replica_owners(stages, positions, programs.plan.dp_shard or mesh.dp)
     compiled = options.execution_mode(machine.device_type).compiled
     first = RankSpec(
         rank=0,
@@ -58,6 +58,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
         storage=stored,
         whole_shapes={w.name: w.shape for w in programs.example.weights if stored.get(w.name, REPLICATED).ragged},
         zero=zero,
+        dp_shard=programs.plan.dp_shard,
         reduce_dtype=programs.plan.reduce_dtype,
         owners=owners,
         blocks=sharing.blocks if sharing is not None else {},

@@ -55,6 +55,7 @@ class Plan:
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3 that
             and the parameters.
+        dp_shard: replicas, one after the other, that divide these; each such group has a copy of all. 0 for all.
         param_blocks: under ZeRO-3, whether the parameters of a block (`autopar.ops.regions.parameter_blocks`) are
             gathered before each use, in forwards and backwards, or once a step, and kept. Others are gathered.
         reduce_dtype: dtype in which gradients travel between replicas.
@@ -81,6 +82,7 @@ class Plan:
     shardings: Mapping[str, str] = field(default_factory=dict)
     strategies: Mapping[str, str] = field(default_factory=dict)
     zero: ZeroStage = 0
+    dp_shard: int = 0
     param_blocks: Mapping[str, BlockParams] = field(default_factory=dict)
     reduce_dtype: ReduceDtype = "float32"
     channels_last: bool = False

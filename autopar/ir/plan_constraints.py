@@ -33,6 +33,8 @@ class PlanConstraints:
         zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3
             that and the parameters, as FSDP does; the planner then chooses the blocks that are gathered before each
             use. None or "auto" takes the fastest that fits.
+        dp_shard: replicas, one after the other, that divide what ZeRO says; each such group has a copy of all (hybrid
+            sharding). By default all replicas, or those of a node where that is faster.
         reduce_dtype: dtype in which gradients travel between replicas. "float32" is that of main gradients (float64 in
             a float64 model). "bfloat16" halves the bytes and rounds each gradient; NCCL and Gloo round partial sums
             too, peer GPUs add in float32. Main gradients stay float32, and accumulate in it.
@@ -71,6 +73,7 @@ class PlanConstraints:
     tp: int | None = None
     dp: int | None = None
     zero: ZeroStage | None = None
+    dp_shard: int | None = None
     reduce_dtype: ReduceDtype = "float32"
     chunks: int | None = None
     microbatches: int | None = None
@@ -88,7 +91,7 @@ class PlanConstraints:
     solver_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "chunks", "microbatches", "microbatch_size"):
+        for name in ("pp", "tp", "dp", "dp_shard", "chunks", "microbatches", "microbatch_size"):
             check_whole(name, getattr(self, name))
         if self.zero == "auto":  # as the other choices that are left open say it
             object.__setattr__(self, "zero", None)

@@ -62,6 +62,10 @@ def check_shardings(plan: PlanView, fail: Fail) -> None:
         fail("zero", "needs replicas to share the optimizer's state; mesh.dp is 1.")
     if plan.zero == 2 and plan.microbatches > 1:
         fail("zero", f"is 2, which is for one microbatch a step; microbatches is {plan.microbatches}. Use zero 1 or 3.")
+    if plan.dp_shard and (not plan.zero or plan.dp_shard < 2 or plan.mesh.dp % plan.dp_shard):
+        fail(
+            "dp_shard", f"is {plan.dp_shard}; with zero 1 or more it is a divisor of mesh.dp, which is {plan.mesh.dp}."
+        )
     if plan.param_blocks and plan.zero != 3:
         fail("param_blocks", f"is for zero 3; zero is {plan.zero}.")
 

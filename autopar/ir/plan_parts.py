@@ -29,6 +29,32 @@ CostSource = Literal["analytic", "measured", "auto"]  # as requested
 ONE_DEVICE = "one device"  # label of the alternative that runs the whole batch on one
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Data-parallel replicas, and what they divide among them.
+
+    Args:
+        dp: replicas.
+        zero: ZeRO stage.
+        dp_shard: replicas, one after the other, that divide; each such group has a copy of all (hybrid sharding). 0 for
+            all of them.
+    """
+
+    dp: int = 1
+    zero: ZeroStage = 0
+    dp_shard: int = 0
+
+    @property
+    def sharing(self) -> int:
+        """Replicas that divide optimizer state: 1 without ZeRO."""
+        return (self.dp_shard or self.dp) if self.zero else 1
+
+    @property
+    def copies(self) -> int:
+        """Replicas that update the same part of the weights."""
+        return self.dp // self.sharing
+
+
 @with_config(STRICT)
 @dataclass(frozen=True)
 class InputInfo:
@@ -306,15 +332,15 @@ class HardwareInfo:
     device_type: str = "cpu"
 
 
-def zero_text(zero: ZeroStage) -> str:
-    """``, ZeRO-1``, to follow a mesh; empty at stage 0."""
-    return f", ZeRO-{zero}" if zero else ""
+def zero_text(zero: ZeroStage, dp_shard: int = 0) -> str:
+    """``, ZeRO-1`` or ``, ZeRO-3 over 8``, to follow a mesh; empty at stage 0."""
+    return f", ZeRO-{zero}{f' over {dp_shard}' if dp_shard else ''}" if zero else ""
 
 
 def replica_text(plan: PlanView) -> str:
     """``, ZeRO-1, gradients reduced in bfloat16``, after a mesh; empty without replicas and at stage 0 in float32."""
     is_rounded = plan.mesh.dp > 1 and plan.reduce_dtype != "float32"
-    return zero_text(plan.zero) + (f", gradients reduced in {plan.reduce_dtype}" if is_rounded else "")
+    return zero_text(plan.zero, plan.dp_shard) + (f", gradients reduced in {plan.reduce_dtype}" if is_rounded else "")
 
 
 class PlanView(Protocol):
@@ -352,6 +378,8 @@ class PlanView(Protocol):
     def zero(self) -> ZeroStage: ...
     @property
     def param_blocks(self) -> Mapping[str, BlockParams]: ...
+    @property
+    def dp_shard(self) -> int: ...
     @property
     def reduce_dtype(self) -> ReduceDtype: ...
     @property

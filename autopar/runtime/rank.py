@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -295,7 +296,8 @@ class Rank:
             self.updater.set_used_params(step.trained_weights)
         batch = leaves((request.data.inputs, request.data.targets))
         self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
-        results = step.run(request.data, request.keep_outputs, self.updater.begin_backward if reduces else None)
+        announce = partial(self.updater.begin_backward, update_follows) if reduces else None
+        results = step.run(request.data, request.keep_outputs, announce)
         if reduces:
             self.updater.flush_remaining()
         self.compute_params.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -81,6 +81,7 @@ class RankSpec:
         whole_shapes: shapes of the whole weights whose parts differ in size between shards.
         holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
         zero: ZeRO stage.
+        dp_shard: replicas, one after the other, that divide what ZeRO says; 0 for all.
         blocks: under ZeRO-3, the block of each trainable weight: weights that are gathered together.
         kept: under ZeRO-3, weights whose gathered values stay allocated.
         reduce_dtype: dtype in which gradients travel between replicas.
@@ -110,6 +111,7 @@ class RankSpec:
     storage: Mapping[str, Layout] = field(default_factory=dict)
     whole_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     zero: ZeroStage = 0
+    dp_shard: int = 0
     reduce_dtype: ReduceDtype = "float32"
     owners: Mapping[str, int] = field(default_factory=dict)
     blocks: Mapping[str, str] = field(default_factory=dict)
@@ -153,6 +155,19 @@ class RankSpec:
         return self.mesh.group(self.rank, "dp")
 
     @property
+    def sharing_ranks(self) -> tuple[int, ...]:
+        """Of `replica_ranks`, those that divide with this one what ZeRO says, in order."""
+        count = self.dp_shard or self.mesh.dp
+        first = self.place.replica // count * count
+        return self.replica_ranks[first : first + count]
+
+    @property
+    def copy_ranks(self) -> tuple[int, ...]:
+        """Of `replica_ranks`, those that update the same part of the weights, in order."""
+        count = self.dp_shard or self.mesh.dp
+        return self.replica_ranks[self.place.replica % count :: count]
+
+    @property
     def shard_ranks(self) -> tuple[int, ...]:
         """Ranks of this tensor-parallel group, by shard."""
         return self.mesh.group(self.rank, "tp")
@@ -175,10 +190,13 @@ class RankSpec:
     def collective_groups(self) -> tuple[tuple[int, ...], ...]:
         """Rank sets of at least two that run collectives; equal on all ranks.
 
-        They are all ranks, those of each axis of the mesh, and the holders of a tied weight.
+        They are all ranks, those of each axis of the mesh, replicas that share or have copies, and the holders of a
+        tied weight.
         """
         every = range(self.mesh.devices)
         sets = {tuple(every), *(self.mesh.group(rank, axis) for rank in every for axis in MESH_AXES)}
+        places = [replace(self, rank=rank) for rank in every]
+        sets |= {ranks for own in places for ranks in (own.sharing_ranks, own.copy_ranks)}
         for line in (self.mesh.group(rank, "pp") for rank in self.mesh.ranks(0)):
             sets |= {tuple(line[position] for position in positions) for positions in self.holders.values()}
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))

@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph, Op, Ref, Value, Weight
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo, ZeroStage
+from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo, Replicas
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.search import Refine, search
 from autopar.solve.space.constraints import Constraints
@@ -112,13 +112,11 @@ class Unsharded:
 
     cost_at: Callable[[int], CostGraph]
 
-    def priced(
-        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
-    ) -> Priced | None:
+    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
         cost = self.cost_at(size)
         return Priced(cost, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
 
-    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("no weight belongs to a block")
 
     def floor_seconds(self, tp: int, size: int) -> float:
@@ -161,9 +159,7 @@ class Splittable:
     levels: int = 1
     able: tuple[int, ...] = (2, 4, 8)
 
-    def priced(
-        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
-    ) -> Priced | None:
+    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
         if memory_level >= (self.levels if tp > 1 else 1):
             return None
         whole = self.cost_at(size)
@@ -177,11 +173,11 @@ class Splittable:
                     backward_collective_seconds=extra * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
             for g in whole.groups
         )  # fmt: skip
-        share = tp * 2 ** (zero + (memory_level + 1 - self.levels if tp > 1 else 0))
+        share = tp * 2 ** (replicas.zero + (memory_level + 1 - self.levels if tp > 1 else 0))
         weights = tuple(
             replace(w, num_bytes=int(w.num_bytes / share),
-                    optimizer_seconds=w.optimizer_seconds / tp / (dp if zero else 1),
-                    reduce_seconds=self.reduce / len(whole.weights) / tp * (dp > 1))
+                    optimizer_seconds=w.optimizer_seconds / tp / replicas.sharing,
+                    reduce_seconds=self.reduce / len(whole.weights) / tp * (replicas.dp > 1))
             for w in whole.weights
         )  # fmt: skip
         half = extra * sum(g.seconds for g in whole.groups) / tp / 2
@@ -193,7 +189,7 @@ class Splittable:
             blocks=lambda: (BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
         )
 
-    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("no weight belongs to a block")
 
     def floor_seconds(self, tp: int, size: int) -> float:

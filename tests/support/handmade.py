@@ -59,8 +59,14 @@ def plan_by_hand(
     precision: Precision = "fp32",
     chunks: int = 1,
     reduce_dtype: ReduceDtype = "float32",
+    dp_shard: int = 0,
+    kept: Sequence[str] = (),
 ) -> Plan:
-    """Plan whose stages start at the model's first operation and at each operation of ``firsts``."""
+    """Plan whose stages start at the model's first operation and at each operation of ``firsts``.
+
+    Args:
+        kept: blocks that are gathered once a step under ZeRO-3.
+    """
     call = as_call(model, x)
     microbatch = call.first(-(-(call.batch // dp) // microbatches))
     graph = lower_model(model, microbatch, "train", "", precision)
@@ -84,6 +90,8 @@ def plan_by_hand(
         solver=SolverInfo("by hand", "by hand", 0.0, 0.0),
         hardware=HardwareInfo("none", "none", "none", 1),
         zero=zero,
+        dp_shard=dp_shard,
+        param_blocks=dict.fromkeys(kept, "kept"),
         strategies=dict(strategies),
         shardings=dict(shardings),
         precision=precision,

@@ -23,7 +23,7 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import TP, Layout
-from autopar.ir.plan_parts import BlockSharding, PriceSource, ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import BlockSharding, PriceSource, ReduceDtype, Replicas
 from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
@@ -95,18 +95,16 @@ class PlanCosts:
         """Seconds of one microbatch on one device."""
         return self.memoized(("seconds", size), lambda: sum(g.seconds for g in self.unsharded_costs(size).groups))
 
-    def priced(
-        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
-    ) -> Priced | None:
+    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
         """Costs of the model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
             if memory_level:
                 return None
-            return self.memoized(("unsharded", dp, zero, size), self.unsharded, dp, zero, size)
+            return self.memoized(("unsharded", replicas, size), self.unsharded, replicas, size)
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        of = found.strategy_index, tp, dp, zero, size
+        of = found.strategy_index, tp, replicas, size
         return self.memoized(("strategies", *of), self.priced_strategies, *of)
 
     def bound_seconds(self, tp: int, size: int) -> float:
@@ -124,42 +122,41 @@ class PlanCosts:
             return self.unsharded_seconds(size)
         return self.memoized(("proven", tp, size), proven_work_seconds, self.strategy_graph(tp, size))
 
-    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         """The model under ZeRO-3 with other kept blocks; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return self.unsharded(dp, 3, size, kept)
-        return self.priced_strategies(priced.strategy_index, tp, dp, 3, size, kept)
+            return self.unsharded(replicas, size, kept)
+        return self.priced_strategies(priced.strategy_index, tp, replicas, size, kept)
 
-    def unsharded(self, dp: int, zero: ZeroStage, size: int, kept: frozenset[str] = frozenset()) -> Priced:
+    def unsharded(self, replicas: Replicas, size: int, kept: frozenset[str] = frozenset()) -> Priced:
         """Costs of the model with one device per stage and replica."""
-        sharing = replace(self.sharing(1, dp, zero), kept=kept)
+        sharing = replace(self.sharing(1, replicas), kept=kept)
         return Priced(self.with_sharing(self.unsharded_costs(size), self.graph, sharing), kept=kept)
 
     def with_sharing(self, cost: CostGraph, graph: Graph, sharing: Sharing) -> CostGraph:
         """As `with_weight_sharing`, whose weights are made once for all sizes of a microbatch."""
         used = tuple((w.groups, w.has_fused_wgrad) for w in cost.weights)
-        key = ("weights", id(graph), sharing.tp, sharing.dp, sharing.zero, used)  # graphs are cached, as shardings are
+        key = ("weights", id(graph), sharing.tp, sharing.replicas, used)  # graphs are cached, as shardings are
         if sharing.zero == 3:
             return with_weight_sharing(cost, graph, sharing, self.hardware)
         weights = self.memoized(key, lambda: with_weight_sharing(cost, graph, sharing, self.hardware).weights)
         return replace(cost, weights=weights)
 
-    def sharing(self, tp: int, dp: int, zero: ZeroStage) -> Sharing:
+    def sharing(self, tp: int, replicas: Replicas) -> Sharing:
         """Sharing of replicated weights among the ranks of a stage."""
-        return Sharing(tp, dp, zero, reduce_dtype=self.reduce_dtype)
+        return Sharing(tp, replicas.dp, replicas.zero, replicas.dp_shard, reduce_dtype=self.reduce_dtype)
 
     def priced_strategies(
         self,
         strategy_index: tuple[int, ...],
         tp: int,
-        dp: int,
-        zero: ZeroStage,
+        replicas: Replicas,
         size: int,
         kept: frozenset[str] = frozenset(),
     ) -> Priced:
         """Costs of the model under the strategies of these indices, one per group."""
         sharded = self.sharded(tp, size, strategy_index)
-        sharing = replace(self.sharing(tp, dp, zero), storage=sharded.storage, kept=kept)
+        sharing = replace(self.sharing(tp, replicas), storage=sharded.storage, kept=kept)
         return Priced(
             cost=self.with_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing),
             strategies=sharded.strategies,

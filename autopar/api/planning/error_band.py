@@ -101,10 +101,17 @@ def part_errors(
         after = op_seconds(own, hardware, config, factors) | {name: ratio * before[name] for name in timed}
         longer = [sum_ratio(group.ops, before, after) for group in problem.cost.groups]
         groups = tuple(
-            replace(g, forward_seconds=g.forward_seconds * n, backward_seconds=g.backward_seconds * n)
+            replace(
+                g,
+                forward_seconds=(g.forward_seconds - g.forward_exchange_seconds) * n,
+                backward_seconds=(g.backward_seconds - g.backward_exchange_seconds) * n,
+                forward_exchange_seconds=0.0,
+                backward_exchange_seconds=0.0,
+            )
             for g, n in zip(problem.cost.groups, longer, strict=True)
         )
-        sharing = replace(costs.sharing(problem.tp, problem.dp, decision.zero), storage=decision.priced.storage)
+        sharing = costs.sharing(problem.tp, problem.replicas)
+        sharing = replace(sharing, storage=decision.priced.storage, kept=decision.priced.kept)
         cost = with_weight_sharing(replace(problem.cost, groups=groups), own.graph, sharing, hardware)
         changed = replace(setting, hardware=hardware)
         seconds = step_time(changed, replace(problem, cost=cost), decision.stage_of).seconds

@@ -22,13 +22,13 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined:
     cuts = decision.problem
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
-    sharing = costs.sharing(cuts.tp, cuts.dp, decision.zero)
+    sharing = costs.sharing(cuts.tp, cuts.replicas)
     passes = least_passes(cuts.microbatches, cuts.pp, cuts.chunks)
     replicas = with_replicas(graph, costs.graph, sharing, costs.hardware)
     found = solve_shardings(replicas, round(cuts.pp * passes))
     hidden = with_hidden_exchange(graph, costs.graph, sharing, costs.hardware)
     bound = None if costs.factors else passes * any_sharding_seconds(hidden, cuts.pp * passes)
-    priced = partial(costs.priced_strategies, tp=cuts.tp, dp=cuts.dp, zero=decision.zero, size=decision.size)
+    priced = partial(costs.priced_strategies, tp=cuts.tp, replicas=cuts.replicas, size=decision.size)
     levels = (costs.sharding(cuts.tp, decision.size, cuts.microbatches, level) for level in count())
     indices = [decision.priced.strategy_index, found.strategy_index]
     indices += [own.strategy_index for own in iter(lambda: next(levels), None)]

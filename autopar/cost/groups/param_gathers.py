@@ -2,7 +2,7 @@
 
 Blocks are gathered one ahead of compute. So a block's gather hides under the pass through the block before it, and in a
 backward so does the reduction of its gradients. What is longer, and the slowdown of compute by copies, is part of the
-time of every microbatch.
+time of every microbatch. The first gather and the last reduction of a step hide under nothing.
 """
 
 from __future__ import annotations
@@ -36,13 +36,21 @@ def with_gathers(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hard
     for number, group in enumerate(cost.groups):
         if group.ops:
             members[home[group.ops[0]]].append(number)
-    groups = list(cost.groups)
+    groups, exposed = list(cost.groups), dict[str, ResidentTensor]()
     for block, tensors in blocks.items():
         weights = [graph.weight[tensor.name] for tensor in tensors]
         numbers = members.get(block) or [min(tensors[0].groups)]
         gathered = 0 if block in sharing.kept else sum(weight.num_bytes for weight in weights)
         gather = exchange("all-gather", gathered, sharing, hardware)
         reduce = exchange("reduce-scatter", sum(reduce_bytes(w, sharing) for w in weights), sharing, hardware)
+        for tensor, weight in zip(tensors, weights, strict=True):
+            part = weight.stored_bytes / sum(own.stored_bytes for own in weights)
+            exposed[tensor.name] = replace(
+                tensor,
+                reduce_seconds=tensor.reduce_seconds + part * reduce.seconds,
+                gather_seconds=tensor.gather_seconds + part * gather.seconds,
+                num_buckets=part * reduce.num_buckets,
+            )
         forward = max(0.0, gather.seconds - sum(groups[n].forward_seconds for n in numbers))
         backward = max(0.0, gather.seconds + reduce.seconds - sum(groups[n].backward_seconds for n in numbers))
         forward += gather.contention_seconds
@@ -51,15 +59,16 @@ def with_gathers(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hard
         for n in numbers:
             share = groups[n].seconds / total if total else 1 / len(numbers)
             groups[n] = waiting(groups[n], share * forward, share * backward)
-    return replace(cost, groups=tuple(groups))
+    return replace(cost, groups=tuple(groups), weights=tuple(exposed.get(w.name, w) for w in cost.weights))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Seconds of a block's collective, and by which it slows compute down although it is hidden."""
+    """Seconds of a block's collective, by which it slows compute down although it is hidden, and buckets that it fills."""
 
     seconds: float = 0.0
     contention_seconds: float = 0.0
+    num_buckets: float = 0.0
 
 
 def exchange(kind: CollectiveKind, num_bytes: float, sharing: Sharing, hardware: Hardware) -> Exchange:
@@ -69,8 +78,9 @@ def exchange(kind: CollectiveKind, num_bytes: float, sharing: Sharing, hardware:
     bucket_bytes = max(num_bytes, BUCKET_BYTES)
     share, contention = num_bytes / bucket_bytes, hardware.replica_contention
     return Exchange(
-        share * hardware.collective_seconds(kind, bucket_bytes, sharing.dp, sharing.tp),
+        share * hardware.collective_seconds(kind, bucket_bytes, sharing.replicas.sharing, sharing.tp),
         share * contention.latency_seconds + num_bytes / contention.bytes_per_second,
+        share,
     )
 
 

@@ -12,7 +12,7 @@ from autopar.ir.graph import DTYPE_BYTES, Graph, Weight
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.network import CollectiveKind
-from autopar.ir.plan_parts import ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, Replicas, ZeroStage
 from autopar.ops.regions import parameter_blocks
 
 
@@ -25,6 +25,7 @@ class Sharing:
         dp: replicas.
         zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; from 2
             on also their gradients only, and at 3 the parameters, except for blocks that are kept.
+        dp_shard: as in `Replicas`.
         blocks: under ZeRO-3, the block of each weight, by name.
         kept: blocks whose gathered parameters stay allocated.
         reduce_dtype: dtype in which gradients travel between replicas.
@@ -34,10 +35,15 @@ class Sharing:
     tp: int = 1
     dp: int = 1
     zero: ZeroStage = 0
+    dp_shard: int = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
     reduce_dtype: ReduceDtype = "float32"
     blocks: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(self.dp, self.zero, self.dp_shard)
 
     def gathers(self, weight: Weight) -> bool:
         """Whether replicas gather a trained weight before each use."""
@@ -82,8 +88,9 @@ def gradient_buckets(weights: Sequence[Weight], sharing: Sharing, hardware: Hard
     """
     if sharing.dp == 1:
         return {}
-    owners = sharing.dp if sharing.zero else 1
-    are_peers = hardware.peer_access and (sharing.dp - 1) * sharing.tp < hardware.devices_per_node
+    owners = sharing.replicas.sharing
+    among = owners if sharing.zero else sharing.dp
+    are_peers = hardware.peer_access and (among - 1) * sharing.tp < hardware.devices_per_node
     buckets: dict[str, Bucket] = {}
     for group in group_weights([w for w in weights if is_trained(w)], owners):
         # Kernels that write peers' memory move segments of different lengths together.
@@ -148,7 +155,7 @@ def sharded_weight_cost(
 
 def state_ranks(sharing: Sharing) -> int:
     """Number of ranks that divide the optimizer state of one weight."""
-    return sharing.dp if sharing.zero else 1
+    return sharing.replicas.sharing
 
 
 def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
@@ -215,24 +222,28 @@ def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucke
     Args:
         bucket: moves as a whole, or in several collectives one after another.
     """
-    if sharing.gathers(weight):
-        return ReplicaExchange()
-    ranks, stride, share = sharing.dp, sharing.tp, weight.stored_bytes / bucket.num_bytes
+    stride, share = sharing.tp, weight.stored_bytes / bucket.num_bytes
     reduced = bucket.num_bytes * reduce_bytes(weight, sharing) / weight.stored_bytes
+    gathered, collectives, contention = 0.0, 1, hardware.replica_contention
+    moved, reduce, gather = 2 * reduced, 0.0, 0.0
     if sharing.zero:
-        gathered = bucket.num_bytes * weight.num_bytes / weight.stored_bytes
-        moved, collectives, further = reduced + gathered, 2, bucket.num_collectives - 1
-        reduce = hardware.collective_seconds("reduce-scatter", reduced, ranks, stride)
-        reduce += further * hardware.group_link("reduce-scatter", ranks, stride).latency_seconds
-        gather = hardware.collective_seconds("all-gather", gathered, ranks, stride)
-        gather += further * hardware.group_link("all-gather", ranks, stride).latency_seconds
+        ranks, further = sharing.replicas.sharing, bucket.num_collectives - 1
+        gathered = 0.0 if sharing.gathers(weight) else bucket.num_bytes * weight.num_bytes / weight.stored_bytes
+        collectives, moved = 2, reduced + gathered
+        if sharing.zero < 3:
+            reduce = hardware.collective_seconds("reduce-scatter", reduced, ranks, stride)
+            reduce += further * hardware.group_link("reduce-scatter", ranks, stride).latency_seconds
+        else:
+            collectives, moved = 1, gathered
+        if gathered:
+            gather = hardware.collective_seconds("all-gather", gathered, ranks, stride)
+            gather += further * hardware.group_link("all-gather", ranks, stride).latency_seconds
+        if (copies := sharing.replicas.copies) > 1:
+            reduce += hardware.collective_seconds("all-reduce", reduced / ranks, copies, stride * ranks)
+            moved += 2 * reduced / ranks
     else:
-        moved, collectives, gather = 2 * reduced, 1, 0.0
-        reduce = hardware.collective_seconds("all-reduce", reduced, ranks, stride)
-    contention = hardware.replica_contention
-    if sharing.zero == 3:
-        moved, collectives, reduce = moved - reduced, 1, 0.0
-    contended = collectives * contention.latency_seconds + moved / contention.bytes_per_second
+        reduce = hardware.collective_seconds("all-reduce", reduced, sharing.dp, stride)
+    contended = (collectives * contention.latency_seconds if moved else 0.0) + moved / contention.bytes_per_second
     return ReplicaExchange(share * reduce, share * gather, share, share * contended)
 
 

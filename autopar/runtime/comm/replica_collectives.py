@@ -97,27 +97,30 @@ class ReplicaCollectives:
         device: torch.device,
         largest_bytes: int,
         buffers: ReduceBuffers | None = None,
+        copies: Sequence[int] = (),
     ) -> None:
         """Reserve symmetric memory where all replicas have peer access.
 
         Args:
-            ranks: replicas in order.
+            ranks: replicas in order: all, or those that divide what ZeRO says.
+            copies: replicas that update the same part of the weights as this one.
             device: of this rank.
             largest_bytes: size of the largest bucket as it travels, with all its segments as long as the longest.
             buffers: for gradients that travel in another dtype than their own.
         """
         self.transport, self.ranks, self.device = transport, tuple(ranks), device
+        self.copies = tuple(copies)
         self.position = self.ranks.index(transport.rank)
         self.buffers = buffers
         self.communicator: SymmetricCommunicator | None = None
-        self.stream: torch.cuda.Stream | None = None
-        buffer = transport.symmetric_buffer(ranks)
+        buffer = transport.symmetric_buffer(ranks) if len(self.ranks) > 1 else None
+        # High priority: barriers and sums are little work, and other ranks wait for them.
+        has_stream = device.type == "cuda" and (len(self.copies) > 1 or buffer is not None)
+        self.stream = torch.cuda.Stream(device, priority=-1) if has_stream else None
         if buffer is None:
             return
         buffer.reserve(replica_buffer_bytes(largest_bytes, len(ranks)))
         self.communicator = SymmetricCommunicator(self.position, len(ranks), buffer)
-        # High priority: barriers and sums are little work, and other ranks wait for them.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def share(self, sizes: Sequence[int]) -> SharedSegments | None:
         """Memory for a segment of each of these sizes in bytes, which all replicas read; None without peer access."""
@@ -137,13 +140,19 @@ class ReplicaCollectives:
         return wait if sent is flat else self.tracked(moved(wait, sent, flat))
 
     def reduce_scatter(
-        self, flat: torch.Tensor, bucket: FlatBucket, total: torch.Tensor | None = None, adds: bool = False
+        self,
+        flat: torch.Tensor,
+        bucket: FlatBucket,
+        total: torch.Tensor | None = None,
+        adds: bool = False,
+        over_copies: bool = True,
     ) -> SendHandle:
         """Start a reduce-scatter: each replica gets the sum of its segment. ``flat`` is undefined then.
 
         Args:
             total: the sum goes there, [segment]; by default into this replica's segment of ``flat``.
             adds: whether the sum is added to ``total`` instead of overwriting it.
+            over_copies: whether ``total`` is then summed over the replicas that update the same part.
         """
         sent = self.in_reduce_dtype(flat)
         own = bucket.segments(sent)[self.position]
@@ -158,7 +167,19 @@ class ReplicaCollectives:
             else:
                 wait = self.for_each_segment(self.transport.start_sum, sent, bucket)
             wait = wait if total is own else moved(wait, own, total, adds)
-        return wait if sent is flat else self.tracked(wait)
+        wait = wait if sent is flat else self.tracked(wait)
+        return self.sum_over_copies(total, wait) if over_copies else wait
+
+    def sum_over_copies(self, total: torch.Tensor, ready: SendHandle = lambda: None) -> SendHandle:
+        """Start an all-reduce of a part over the replicas that update it, once ``ready`` has been waited for."""
+        if len(self.copies) < 2:
+            return ready
+
+        def add() -> None:
+            ready()
+            self.transport.start_sum(total, self.copies)()
+
+        return self.on_side_stream([add]) if self.stream is not None else add
 
     def in_reduce_dtype(self, flat: torch.Tensor) -> torch.Tensor:
         """Gradients as they travel: ``flat`` itself, or a copy in the dtype of the buffers."""

@@ -45,9 +45,9 @@ class Updater:
         # Gradients from autograd may be views of buffers of a transfer between stages, whose memory is used again.
         moved = replicated or spec.mesh.pp > 1 or any(weight.master for weight in weights)
         if spec.zero == 3:
-            buckets = block_buckets(weights, spec.blocks, spec.kept, spec.owners, spec.mesh.dp)
+            buckets = block_buckets(weights, spec.blocks, spec.kept, spec.owners, len(spec.sharing_ranks))
         else:
-            buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
+            buckets = flat_buckets(weights, spec.owners, len(spec.sharing_ranks)) if moved else ()
         self.grad_reducer: GradReducer | ShardedGrads | None = None
         self.sharded: ShardedParams | None = None
         self.reduce_buffers: ReduceBuffers | None = None
@@ -56,18 +56,21 @@ class Updater:
         if not replicated:
             self.grad_buffer: GradBuffer | ShardedGrads = GradBuffer(trainable, buckets)
         else:
-            ranks, replica, device = spec.replica_ranks, spec.place.replica, torch.device(spec.device)
+            every, ranks, device = spec.replica_ranks, spec.sharing_ranks, torch.device(spec.device)
+            replica = ranks.index(spec.rank)
             self.reduce_buffers = reduce_buffers(buckets, spec.reduce_dtype, device)
             # Masters are gathered in their own dtype, through the same symmetric memory.
             most = self.reduce_buffers.dtype.itemsize if self.reduce_buffers is not None and not spec.zero else inf
             largest = max(b.longest_segment * b.num_segments * min(b.dtype.itemsize, most) for b in buckets)
-            collectives = ReplicaCollectives(transport, ranks, device, int(largest), self.reduce_buffers)
+            collectives = ReplicaCollectives(
+                transport, ranks, device, int(largest), self.reduce_buffers, spec.copy_ranks
+            )
             if spec.zero >= 2:
-                self.grad_buffer = ShardedGrads(trainable, buckets, ranks, replica, flags, collectives, device)
+                self.grad_buffer = ShardedGrads(trainable, buckets, every, replica, flags, collectives, device)
                 self.grad_reducer = self.grad_buffer
             else:
                 self.grad_buffer = GradBuffer(trainable, buckets)
-                self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
+                self.grad_reducer = GradReducer(self.grad_buffer, every, replica, flags, collectives)
             if spec.zero:
                 self.sharded = ShardedParams(trainable, buckets, replica, collectives, device)
                 self.updated = self.sharded.pieces
@@ -91,7 +94,7 @@ class Updater:
     def attach_gradients(self) -> None:
         """After backwards that no update follows: make the main grads the parameters' gradients."""
         if isinstance(self.grad_reducer, ShardedGrads):
-            self.grad_reducer.finish()
+            self.grad_reducer.finish(update_follows=False)
         else:
             self.grad_buffer.attach_to_params()
 
@@ -100,15 +103,16 @@ class Updater:
         if isinstance(self.grad_reducer, GradReducer):
             self.grad_reducer.set_used_params(names)
 
-    def begin_backward(self, reached: Set[str], completed: Collection[str]) -> None:
+    def begin_backward(self, update_follows: bool, reached: Set[str], completed: Collection[str]) -> None:
         """Announce a backward.
 
         Args:
+            update_follows: whether `step` follows the call that runs it.
             reached: weights that it reaches.
-            completed: those of them that no later backward before `step` reaches.
+            completed: those of them that no later backward of the call reaches.
         """
         if isinstance(self.grad_reducer, ShardedGrads):
-            self.grad_reducer.begin_backward(reached)
+            self.grad_reducer.begin_backward(reached, frozenset(completed if update_follows else ()))
         elif self.grad_reducer is not None and completed:
             self.grad_reducer.enable_sync(completed)
 
@@ -192,7 +196,8 @@ class Updater:
 
     def owns_for_norm(self, name: str) -> bool:
         """Whether this rank's gradient of a parameter counts in the global norm."""
-        return (self.spec.zero > 0 or self.spec.place.replica == 0) and self.spec.has_first_copy(name)
+        is_first = self.spec.rank == self.spec.copy_ranks[0] if self.spec.zero else self.spec.place.replica == 0
+        return is_first and self.spec.has_first_copy(name)
 
     def global_norm(self) -> torch.Tensor:
         """2-norm of the gradients of all ranks, each element of the model counted once; a 0-dim tensor."""

@@ -33,7 +33,7 @@ class GradReducer:
         flags: FlagChannel,
         collectives: ReplicaCollectives,
     ) -> None:
-        """Reduce main grads over ``ranks``, the replicas in order; this one is number ``replica``."""
+        """Reduce main grads over ``ranks``, all replicas; this one's segment of buckets is number ``replica``."""
         self.grad_buffer, self.ranks, self.replica = grad_buffer, tuple(ranks), replica
         self.flags, self.collectives = flags, collectives
         self.updated: Mapping[str, nn.Parameter] = {}  # what an optimizer updates, by name; set by the updater

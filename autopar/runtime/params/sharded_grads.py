@@ -42,7 +42,7 @@ class ShardedGrads:
         collectives: ReplicaCollectives,
         device: torch.device,
     ) -> None:
-        """Watch the parameters; ``ranks`` are the replicas in order, and this one is number ``replica``."""
+        """Watch the parameters; ``ranks`` are all replicas, and this one's segment of buckets is number ``replica``."""
         self.parameters, self.buckets, self.device = parameters, tuple(buckets), device
         self.ranks, self.replica, self.flags, self.collectives = tuple(ranks), replica, flags, collectives
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
@@ -56,6 +56,7 @@ class ShardedGrads:
         self.updated: Mapping[str, nn.Parameter] = {}  # what an optimizer updates, by name; set by the updater
         self.summed: set[str] = set()  # pieces with a main grad
         self.filled: set[int] = set()  # buckets whose main grads hold a number
+        self.over_copies: set[int] = set()  # those whose main grads are summed over copies of this replica's pieces
         self.main_grads: dict[str, SlotGrad] = {}
         self.hooks: list[RemovableHandle] = []
         self.reset()
@@ -88,6 +89,7 @@ class ShardedGrads:
         """Reduce these buckets next, in this order."""
         self.order, self.next = tuple(order), 0
         self.missing: dict[int, set[str]] = {}
+        self.completed: Set[str] = frozenset()
         self.written: set[str] = set()  # weights of the next bucket whose gradient is in its slot
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -115,11 +117,15 @@ class ShardedGrads:
         self.main_grads.clear()
         self.hooks.clear()
 
-    def begin_backward(self, names: Set[str]) -> None:
-        """Before a backward that reaches these weights: its buckets are those of them, on all replicas."""
+    def begin_backward(self, names: Set[str], completed: Set[str]) -> None:
+        """Before a backward that reaches these weights: its buckets are those of them, on all replicas.
+
+        Args:
+            completed: those of them that no later backward before the update reaches.
+        """
         reached = {index: {*bucket.names} & names for index, bucket in enumerate(self.buckets)}
         self.begin_order([index for index, own in reached.items() if own])
-        self.missing = reached
+        self.missing, self.completed = reached, completed
 
     def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
         """Note a gradient, or (None) that a layer has written it into its slot; reduce buckets that it completes."""
@@ -183,6 +189,7 @@ class ShardedGrads:
         """Drop all gradients; their memory stays."""
         self.summed.clear()
         self.filled.clear()
+        self.over_copies.clear()
         self.reset()
 
     @property
@@ -201,14 +208,21 @@ class ShardedGrads:
         if missing := [view for name, view in views.items() if name not in self.written]:
             torch._foreach_zero_(missing)
         self.written.clear()
+        is_last = self.completed >= {*self.buckets[index].names}
         self.in_flight[index % NUM_GRAD_SLOTS] = self.collectives.reduce_scatter(
-            self.slot_flat(index), self.buckets[index], self.owned[index], adds=index in self.filled
+            self.slot_flat(index), self.buckets[index], self.owned[index], index in self.filled, over_copies=is_last
         )
         self.filled.add(index)
+        if is_last:
+            self.over_copies.add(index)
         self.next += 1
 
-    def finish(self) -> None:
-        """Finish the reductions, also of gradients that a user has set, and attach the main grads."""
+    def finish(self, update_follows: bool = True) -> None:
+        """Finish the reductions, also of gradients that a user has set, and attach the main grads.
+
+        Args:
+            update_follows: sum over copies of this replica's pieces too, which is done once before an update.
+        """
         self.begin_order(())
         self.absorb_param_grads()
         waiting = {name for entries in self.ready for name, _ in entries}
@@ -219,6 +233,10 @@ class ShardedGrads:
         self.flush()
         for wait in self.in_flight.values():
             wait()
+        if update_follows:
+            rest = [self.owned[index] for index in sorted(self.filled - self.over_copies)]
+            for wait in map(self.collectives.sum_over_copies, rest):
+                wait()
         self.summed |= exist & self.views.keys()
         self.attach_to_params()
         self.reset()

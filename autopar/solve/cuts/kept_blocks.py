@@ -66,7 +66,7 @@ def blocks_at(problem: CutProblem, stage_of: Sequence[int], position: int) -> li
         groups = [problem.cost.groups[g] for g in numbers[name]]
         waited = sum(g.forward_exchange_seconds + g.backward_exchange_seconds for g in groups)
         whole = sum(w.copy_bytes or w.gradient_bytes for w in own)
-        found.append(Block(name, whole - whole // problem.dp, problem.microbatches * waited))
+        found.append(Block(name, whole - whole // problem.replicas.sharing, problem.microbatches * waited))
     return found
 
 

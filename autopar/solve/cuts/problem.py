@@ -14,7 +14,16 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ReduceDtype, ScheduleName, SolverInfo, ZeroStage
+from autopar.ir.plan_parts import (
+    Balance,
+    BlockSharding,
+    Recompute,
+    ReduceDtype,
+    Replicas,
+    ScheduleName,
+    SolverInfo,
+    ZeroStage,
+)
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -54,9 +63,7 @@ class Priced:
 class Costs(Protocol):
     """Prices that the search asks for. Implementations remember their answers."""
 
-    def priced(
-        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
-    ) -> Priced | None:
+    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
         """The model under one sharding, for ``size`` samples per microbatch.
 
         Args:
@@ -66,7 +73,7 @@ class Costs(Protocol):
         """
         ...
 
-    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         """The model under ZeRO-3 and the same sharding, with other blocks whose parameters stay gathered."""
         ...
 
@@ -97,8 +104,8 @@ class CutProblem:
     every moment that may be the peak; ``in_flight`` is then the first of them.
 
     ``peers`` are the axes along which ranks reach each other's memory. ``input_bytes`` are a step's inputs on the first
-    stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` is the ZeRO stage, ``reduce_dtype`` the
-    dtype in which gradients travel between replicas.
+    stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` and ``dp_shard`` are as in `Replicas`,
+    ``reduce_dtype`` is the dtype in which gradients travel between replicas.
 
     With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes to fit. With "all" ``cost``
     says which segments recompute.
@@ -124,7 +131,12 @@ class CutProblem:
     input_bytes: int = 0
     reserve_bytes: int = 0
     zero: ZeroStage = 0
+    dp_shard: int = 0
     reduce_dtype: ReduceDtype = "float32"
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(self.dp, self.zero, self.dp_shard)
 
     @cached_property
     def interval_key(self) -> tuple[Hashable, ...]:
@@ -211,7 +223,7 @@ class CutProblem:
         """Bytes of each bucket of gradients, if one rank held the whole model."""
         if self.zero == 3:
             return [4 * sum(w.numel for w in bucket) for bucket in self.block_buckets]
-        owners = self.dp if self.zero else 1
+        owners = self.replicas.sharing
         return self.cost.remember(("bucket sizes", owners), lambda: bucket_sizes(self._trained_weights(), owners))
 
     def _trained_weights(self) -> list[Weight]:
@@ -254,7 +266,8 @@ class CutProblem:
             return 0
         largest, share = max(self.bucket_sizes), DTYPE_BYTES[self.reduce_dtype] / DTYPE_BYTES["float32"]
         # Under ZeRO, weights are gathered through the symmetric buffer too.
-        peers = replica_buffer_bytes(int(largest * (1 if self.zero else share)), self.dp) if "dp" in self.peers else 0
+        ranks = self.replicas.sharing if self.zero else self.dp
+        peers = replica_buffer_bytes(int(largest * (1 if self.zero else share)), ranks) if "dp" in self.peers else 0
         rounded = int(largest * share) * min(NUM_GRAD_SLOTS, len(self.bucket_sizes)) if share < 1 else 0
         slots = slot_bytes(self.bucket_sizes) if self.zero >= 2 else 0
         return peers + rounded + slots + (self.param_slot_bytes if self.zero == 3 else 0)

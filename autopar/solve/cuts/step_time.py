@@ -173,10 +173,12 @@ def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network
         ("all-gather", "gather_seconds", "forward_seconds", gathered),
     )
     found, ranks = [0.0] * problem.pp, rank_costs(problem, costs)
+    ranks_of_ring = problem.replicas.sharing if problem.zero else problem.dp
     for kind, exchange, passes, num_bytes in exchanges:
         if whole := sum(getattr(w, exchange) for w in weights):
             rate = network.collectives.get(kind, network.port).bytes_per_second
-            carried = ring_share(kind, problem.dp) * num_bytes / rate / whole  # of a second of the exchange
+            # of a second of the exchange
+            carried = ring_share(kind, ranks_of_ring) * num_bytes / rate / whole
             hidden = (rank.total(exchange) - rank.exposed_part(exchange, passes) for rank in ranks)
             found = [known + carried * seconds for known, seconds in zip(found, hidden)]
     return found

@@ -107,12 +107,12 @@ def microbatch_bound(bounds: LowerBounds, tp: int, size: int) -> float | None:
 def mesh_label(point: Point) -> str:
     """``pp 2 × tp 1 × dp 2, v 2, m 8, ZeRO-1``: the mesh, stages a rank, microbatches, what replicas share."""
     chunks = f", v {point.pipeline.chunks}" if point.pipeline.chunks > 1 else ""
-    return f"{point.mesh}{chunks}, m {point.microbatches:,}{zero_text(point.zero)}"
+    return f"{point.mesh}{chunks}, m {point.microbatches:,}{zero_text(point.zero, point.dp_shard)}"
 
 
 def point_label(point: Point, dp: int) -> str:
     """``8 microbatches``, and whether the state is shared where there are replicas."""
-    zero = "" if dp == 1 else zero_text(point.zero) or ", no ZeRO-1"
+    zero = "" if dp == 1 else zero_text(point.zero, point.dp_shard) or ", no ZeRO-1"
     return plural(point.microbatches, "microbatch", "es") + zero
 
 

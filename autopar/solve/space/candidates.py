@@ -147,9 +147,9 @@ def keep_blocks(setting: Setting, candidate: Candidate, limit_bytes: float) -> C
     kept = kept_blocks(candidate.problem, candidate.stage_of, limit_bytes)
     if not kept:
         return candidate
-    mesh, priced = candidate.point.mesh, candidate.priced
-    priced = setting.costs.keeping(priced, mesh.tp, mesh.dp, microbatch_samples(setting, candidate.point), kept)
-    problem = make_cut_problem(setting, candidate.point, priced)
+    point, tp, priced = candidate.point, candidate.point.mesh.tp, candidate.priced
+    priced = setting.costs.keeping(priced, tp, point.replicas, microbatch_samples(setting, point), kept)
+    problem = make_cut_problem(setting, point, priced)
     step = step_time(setting, problem, candidate.stage_of)
     fits = peak_bytes(problem, candidate.stage_of) <= limit_bytes
     if not fits or step.seconds > candidate.seconds:
@@ -208,20 +208,24 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         schedule=schedule,
         chunks=chunks,
         in_flight_profiles=profiles,
-        peers=peers(setting, mesh),
+        peers=peers(setting, mesh, point.dp_shard),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
         zero=point.zero,
+        dp_shard=point.dp_shard,
         reduce_dtype=asked.reduce_dtype,
     )
 
 
-def peers(setting: Setting, mesh: Mesh) -> frozenset[Axis]:
-    """Mesh axes whose ranks reach each other's memory: on GPUs of one node that have peer access, where they may."""
+def peers(setting: Setting, mesh: Mesh, dp_shard: int = 0) -> frozenset[Axis]:
+    """Mesh axes whose ranks reach each other's memory: on GPUs of one node that have peer access, where they may.
+
+    Of the replicas those that divide what ZeRO says.
+    """
     hardware = setting.hardware
     if not (setting.constraints.peer_memory and hardware.peer_access and hardware.device_type == "cuda"):
         return frozenset()
-    spans: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.tp * mesh.dp, "pp": mesh.devices}
+    spans: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.tp * (dp_shard or mesh.dp), "pp": mesh.devices}
     sizes: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.dp, "pp": mesh.pp}
     return frozenset(axis for axis, span in spans.items() if sizes[axis] > 1 and span <= hardware.devices_per_node)
 

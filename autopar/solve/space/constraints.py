@@ -65,6 +65,11 @@ class Constraints(PlanConstraints):
                 "more, or leave zero out."
             )
 
+        if self.dp_shard is not None and (self.zero == 0 or self.dp == 1 or (self.dp or self.dp_shard) % self.dp_shard):
+            raise UsageError(
+                f"dp_shard={self.dp_shard} with dp={self.dp} and zero={self.zero}: groups of that many replicas divide "
+                "what ZeRO says. Use a zero of 1 or more and a divisor of dp, or leave dp_shard out."
+            )
         if self.zero == 2 and (self.microbatches or 1) > 1:
             raise UsageError(
                 f"zero=2 with microbatches={self.microbatches}: ZeRO-2 reduces gradients after every backward, and is "

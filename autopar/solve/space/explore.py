@@ -120,7 +120,7 @@ def explore_mesh(
     """
     found: list[Candidate] = []
     best = float("inf")
-    too_large: dict[tuple[Pipeline, ZeroStage], int] = {}
+    too_large: dict[tuple[Pipeline, ZeroStage, int], int] = {}
     waiting = [(bounds.expected_seconds(p), number, p) for number, p in enumerate(first_points(setting, mesh))]
     heapify(waiting)
     while waiting:
@@ -129,9 +129,13 @@ def explore_mesh(
         limit = bounds.limit_at(point, near) if best < float("inf") or better_only else float("inf")
         if bounds.seconds(point) >= limit or bounds.tighten(point) >= limit:
             continue
-        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO. With several stages a rank they
-        # may: how many a rank holds depends on how they group.
-        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and z >= point.zero)
+        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO or dividing among fewer. With
+        # several stages a rank they may: how many a rank holds depends on how they group.
+        limits = (
+            m
+            for (pipeline, zero, sharing), m in too_large.items()
+            if pipeline == point.pipeline and zero >= point.zero and sharing >= point.replicas.sharing
+        )
         candidate = None
         if point.pipeline.chunks > 1 or all(point.microbatches > m for m in limits):
             if bounds.estimate(point) > expected:
@@ -145,7 +149,7 @@ def explore_mesh(
         if candidate is not None and candidate.step is None:
             if not too_large and not fits_at_all(setting, mesh):
                 break
-            kind = (point.pipeline, point.zero)
+            kind = (point.pipeline, point.zero, point.replicas.sharing)
             too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
         again = more_divided(setting, point)
         if again is not None and (candidate is None or candidate.step is None or candidate.recomputes_to_fit):

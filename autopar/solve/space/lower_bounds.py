@@ -180,7 +180,7 @@ def least_update(point: Point, priced: Priced) -> float:
 def weights_fit(setting: Setting, point: Point) -> bool:
     """Whether an even share of the weights fits, if all are sharded."""
     mesh, size = point.mesh, microbatch_samples(setting, point)
-    whole = setting.costs.priced(1, mesh.dp, point.zero, size, point.microbatches, 0)
+    whole = setting.costs.priced(1, point.replicas, size, point.microbatches, 0)
     assert whole is not None, f"{point} has no price"
     come = mesh.pp == mesh.dp == 1  # gradients may be allocated by the last backward
     held = sum(w.num_bytes - w.gradient_bytes * come for w in whole.cost.weights)
@@ -204,4 +204,4 @@ def shardings_at(setting: Setting, point: Point) -> Iterator[Priced]:
 def priced_at(setting: Setting, point: Point, memory_level: int) -> Priced | None:
     """The point's prices under its fastest sharding, or a smaller one."""
     mesh, size = point.mesh, microbatch_samples(setting, point)
-    return setting.costs.priced(mesh.tp, mesh.dp, point.zero, size, point.microbatches, memory_level)
+    return setting.costs.priced(mesh.tp, point.replicas, size, point.microbatches, memory_level)

@@ -75,6 +75,8 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
     if constraints.zero and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
+    if constraints.dp_shard is not None and mesh.dp % constraints.dp_shard:
+        return f"groups of {constraints.dp_shard} do not divide {mesh.dp} replicas"
     if constraints.zero == 2 and (smallest := min(microbatch_candidates(constraints, mesh.dp))) > 1:
         return f"a replica has {smallest} microbatches, and ZeRO-2 is for one"
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
@@ -196,7 +198,7 @@ def in_the_way(constraints: Constraints, hardware: Hardware, refused: Mapping[Me
 
 def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
     """The fields of constraints that refuse meshes and were given, and how they are written."""
-    sizes = {name: getattr(constraints, name) for name in ("pp", "tp", "dp", "chunks", "microbatches")}
+    sizes = {name: getattr(constraints, name) for name in ("pp", "tp", "dp", "dp_shard", "chunks", "microbatches")}
     asked = {name: f"{name}={size}" for name, size in sizes.items() if size is not None}
     return (
         asked

@@ -8,7 +8,7 @@ from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.plan_parts import INTERLEAVED, ScheduleName, ZeroStage
+from autopar.ir.plan_parts import INTERLEAVED, Replicas, ScheduleName, ZeroStage
 from autopar.schedule.generate import may_overlap
 from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
@@ -31,12 +31,17 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the search space: mesh, microbatches per replica, ZeRO stage, and schedule."""
+    """Point of the search space: mesh, microbatches per replica, schedule, and how replicas share (`Replicas`)."""
 
     mesh: Mesh
     microbatches: int
     zero: ZeroStage = 0
     pipeline: Pipeline = Pipeline()
+    dp_shard: int = 0
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(self.mesh.dp, self.zero, self.dp_shard)
 
     @property
     def stages(self) -> int:
@@ -51,7 +56,8 @@ class Point:
 def point_of(decision: Decision) -> Point:
     """Point at which a decision was found."""
     problem = decision.problem
-    return Point(problem.mesh, problem.microbatches, decision.zero, Pipeline(problem.schedule, problem.chunks))
+    pipeline = Pipeline(problem.schedule, problem.chunks)
+    return Point(problem.mesh, problem.microbatches, decision.zero, pipeline, problem.dp_shard)
 
 
 def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
@@ -64,9 +70,20 @@ def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
                     if zero == 2 and m > 1:
                         break
-                    point = Point(mesh, m, zero, pipeline)
-                    if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
-                        yield point
+                    for dp_shard in sharing_groups(setting, mesh) if zero else (0,):
+                        point = Point(mesh, m, zero, pipeline, dp_shard)
+                        if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
+                            yield point
+
+
+def sharing_groups(setting: Setting, mesh: Mesh) -> tuple[int, ...]:
+    """Replicas that may divide what ZeRO says: all (0), or those of a node where replicas fill several nodes."""
+    wanted, node = setting.constraints.dp_shard, setting.hardware.devices_per_node
+    if wanted is not None:
+        return (0,) if wanted == mesh.dp else (wanted,)
+    inside = node // mesh.tp
+    is_split = node % mesh.tp == 0 and 1 < inside < mesh.dp and mesh.dp % inside == 0
+    return (0, inside) if is_split else (0,)
 
 
 def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
@@ -76,7 +93,7 @@ def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
 
 def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
     """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches or ZeRO."""
-    points = list(enumerate_points(setting, mesh))
+    points = [p for p in enumerate_points(setting, mesh) if p.dp_shard in (0, setting.constraints.dp_shard)]
     fewest = min(p.pipeline.chunks for p in points)
     points = [p for p in points if p.pipeline.chunks == fewest]
     # Slots may make a stage larger than the one before it.
@@ -93,13 +110,17 @@ def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
 
 
 def neighbours(setting: Setting, point: Point) -> list[Point]:
-    """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without."""
+    """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without; where
+    replicas fill several nodes with ZeRO-3 too, whose buckets are smaller."""
     points = [p for p in enumerate_points(setting, point.mesh) if are_alike(p, point.pipeline)]
-    same = [p for p in points if p.zero == (1 if point.zero == 2 else point.zero)]  # ZeRO-2 is for one microbatch
+    zero = 1 if point.zero == 2 else point.zero  # ZeRO-2 is for one microbatch
+    same = [p for p in points if (p.zero, p.dp_shard) == (zero, point.dp_shard)]
     near = [p for p in same if p.microbatches < point.microbatches][-1:]
     near += [p for p in same if p.microbatches > point.microbatches][:1]
-    others = {0, 1} - {point.zero}
-    return near + [p for p in points if p.zero in others and p.microbatches == point.microbatches]
+    crosses_nodes = point.mesh.dp * point.mesh.tp > setting.hardware.devices_per_node
+    stages = (0, 1, 3) if crosses_nodes else (0, 1)
+    others = [p for p in points if p.zero in stages and p.replicas != point.replicas]
+    return near + [p for p in others if p.microbatches == point.microbatches]
 
 
 def more_divided(setting: Setting, point: Point) -> Point | None:

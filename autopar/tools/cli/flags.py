@@ -105,6 +105,14 @@ class PlanFlags:
             parser=zero_stage,
         ),
     ] = None
+    dp_shard: Annotated[
+        int | None,
+        Option(
+            help="Replicas that divide what --zero says; each such group has a copy of all. By default all of them, or "
+            "those of a node where that is faster.",
+            metavar="N",
+        ),
+    ] = None
     reduce_dtype: Annotated[
         str | None,
         Option(

@@ -19,6 +19,7 @@ import autopar
 from autopar.api.planning.costs import PlanCosts
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.hardware import Link
+from autopar.ir.plan_parts import Replicas
 from autopar.runtime.optim.state_bytes import with_optimizer
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.problem import CutProblem
@@ -79,7 +80,7 @@ def test_predicted_peaks_are_measured_ones(cut: int, levels: Sequence[Any]) -> N
     pp, microbatches = len(levels), 4 if cut else 1
     size = 32 // microbatches
     graph = with_optimizer(lower_model(model, as_call(model, x).first(size), "train", "", "fp32"), ADAMW)
-    cost = PlanCosts(graph, load_hardware("cpu-generic")).unsharded(1, 0, size).cost
+    cost = PlanCosts(graph, load_hardware("cpu-generic")).unsharded(Replicas(), size).cost
     stage_of = tuple(int(g >= cut > 0) for g in range(len(cost.groups)))
     plan = plan_by_hand(model, x, microbatches, [cost.groups[cut].ops[0]] if cut else [])
     numbers = [0 if level == "none" else level for level in levels]

@@ -18,7 +18,7 @@ from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.hardware import Link
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, Replicas, ZeroStage
 from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -48,7 +48,7 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     assert collectives == {"autopar.all_reduce.default": 6, "autopar.sum_gradient.default": 6} | masked
     sharing = Sharing(tp, storage=by_hand.storage)
     megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.unsharded_costs(size).groups)
-    found = costs.priced(tp, 1, 0, size, 1, 0)
+    found = costs.priced(tp, Replicas(), size, 1, 0)
     assert found is not None
     # Choices are priced to about 0.1 % as the graph that they make (autopar.cost.strategies.group_cost).
     assert found.seconds <= sum(group.seconds for group in megatron.groups) * (1 + 2e-3)
@@ -130,7 +130,7 @@ def test_overlapped_collectives_of_replicas_slow_compute_down() -> None:
         (1, 0, "bfloat16", 0, 0), (4, 0, "bfloat16", 4, 1), (4, 1, "bfloat16", 6, 2), (4, 2, "bfloat16", 6, 2),
     )  # fmt: skip
     for replicas, zero, reduce_dtype, num_bytes, collectives in cases:
-        weights = PlanCosts(graph, machine, reduce_dtype).unsharded(replicas, zero, 8).cost.weights
+        weights = PlanCosts(graph, machine, reduce_dtype).unsharded(Replicas(replicas, zero), 8).cost.weights
         assert sum(w.num_buckets for w in weights) == pytest.approx(int(replicas > 1))
         for weight in weights:
             seconds = num_bytes * weight.numel / 1e9 + collectives * 1e-4 * weight.numel / total

@@ -24,7 +24,7 @@ from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ModelInfo, ZeroStage
+from autopar.ir.plan_parts import ModelInfo, Replicas
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import CutProblem, Priced
 from autopar.solve.cuts.step_time import Setting, step_time
@@ -52,22 +52,20 @@ class ChoicePrices:
     def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         return self.choice_graph
 
-    def sharing(self, tp: int, dp: int, zero: ZeroStage) -> Sharing:
-        return Sharing(tp, dp, zero)
+    def sharing(self, tp: int, replicas: Replicas) -> Sharing:
+        return Sharing(tp, replicas.dp, replicas.zero, replicas.dp_shard)
 
-    def keeping(self, priced: Priced, tp: int, dp: int, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("there are no replicas")
 
     def floor_seconds(self, tp: int, size: int) -> float:
         return 0.0
 
-    def priced(
-        self, tp: int, dp: int, zero: ZeroStage, size: int, microbatches: int, memory_level: int
-    ) -> Priced | None:
+    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
         if memory_level:
             return None
         return self.priced_strategies(
-            solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero, size
+            solve_shardings(self.choice_graph, microbatches).strategy_index, tp, replicas, size
         )
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
@@ -78,7 +76,7 @@ class ChoicePrices:
 
     proven_seconds = bound_seconds
 
-    def priced_strategies(self, picks: tuple[int, ...], tp: int, dp: int, zero: ZeroStage, size: int) -> Priced:
+    def priced_strategies(self, picks: tuple[int, ...], tp: int, replicas: Replicas, size: int) -> Priced:
         groups = self.choice_graph.groups
         chosen = [group.strategies[k] for group, k in zip(groups, picks)]
         seconds, flows = [c.seconds for c in chosen], []
@@ -138,9 +136,9 @@ def least_seconds(costs: ChoicePrices, asked: Constraints) -> float | None:
     values = []
     for picks in allowed(costs.choice_graph):
         problem = CutProblem(
-            costs.priced_strategies(picks, RANKS, 1, 0, 1).cost, asked.pp, asked.microbatches, None, (1,) * asked.pp,
-            boundary_links(MACHINE, Mesh(asked.pp, RANKS)), pins={names.index(n): s for n, s in asked.pins.items()},
-            tp=RANKS,
+            costs.priced_strategies(picks, RANKS, Replicas(), 1).cost, asked.pp, asked.microbatches, None,
+            (1,) * asked.pp, boundary_links(MACHINE, Mesh(asked.pp, RANKS)),
+            pins={names.index(n): s for n, s in asked.pins.items()}, tp=RANKS,
         )  # fmt: skip
         setting = Setting(costs.graph, MACHINE, ModelInfo("net", "", 0, ()), asked, costs)
         values += [step_time(setting, problem, stage_of).seconds for stage_of in contiguous(problem)]

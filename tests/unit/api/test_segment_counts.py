@@ -13,6 +13,7 @@ from autopar.api.recompute import with_recompute_segments
 from autopar.codegen.split import split
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.layout import TP
+from autopar.ir.plan_parts import Replicas
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.trace import trace
 
@@ -27,7 +28,7 @@ def test_sharded_stages_have_the_segments_that_were_planned(name: str) -> None:
         model, images = timm.create_model(name), torch.empty(8, 3, 224, 224)
     graph = trace(model, (images,))
     costs = PlanCosts(graph, load_hardware("h200-nvlink"))
-    priced = costs.priced(2, 1, 0, 8, 2, 0)
+    priced = costs.priced(2, Replicas(), 8, 2, 0)
     assert priced is not None and priced.strategies
     whole = costs.sharded(2, 8, priced.strategy_index).graph
     for cut in range(3, priced.cost.loss, 14):

@@ -84,7 +84,7 @@ class Planned:
     def seconds(self, index: tuple[int, ...]) -> float:
         """Step of the decision's mesh and cuts under another sharding."""
         problem = self.decision.problem
-        priced = self.costs.priced_strategies(index, problem.tp, problem.dp, self.decision.zero, self.decision.size)
+        priced = self.costs.priced_strategies(index, problem.tp, problem.replicas, self.decision.size)
         return step_time(self.setting, replace(problem, cost=priced.cost), self.decision.stage_of).seconds
 
 

@@ -27,6 +27,7 @@ from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
+from autopar.ir.plan_parts import Replicas
 from autopar.measure.device import SOURCES, region_setting, source_digest, source_files
 from autopar.measure.regions import region_times as making
 from autopar.measure.regions.cache import RegionTimes, TimesCache
@@ -143,7 +144,7 @@ def test_no_gradient_between_pieces_is_copied(compiled: bool) -> None:
 def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     graph = traced()
     free = replace(CPU, collective=Link(0.0, 1e15))
-    priced = PlanCosts(graph, free).priced(2, 1, 0, 4, 1, 0)
+    priced = PlanCosts(graph, free).priced(2, Replicas(), 4, 1, 0)
     assert priced is not None
     split = apply_strategies(graph, priced.strategies, 2, free).graph
     assert any("autopar." in op.target for op in split.ops)
