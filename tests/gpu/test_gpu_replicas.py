@@ -39,7 +39,7 @@ def large_and_small() -> nn.Module:
 @pytest.mark.parametrize("precision", effort.only(["bf16"], ["fp32", "bf16", "fp16"]))
 @pytest.mark.parametrize(("pp", "dp"), effort.only([(1, 2)], [(1, 2), (1, 4), (2, 2)]))
 @pytest.mark.parametrize("model", [tiny_vit, resnet18, large_and_small])
-@pytest.mark.parametrize("zero", effort.only([2], [1, 2]))
+@pytest.mark.parametrize("zero", effort.only([2], [1, 2, 3]))
 def test_equals_one_gpu(
     zero: ZeroStage, model: Any, pp: int, dp: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +57,7 @@ def test_equals_one_gpu(
     assert parity.ok, [row for row in parity.rows if not row.ok]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_that_travel_in_bfloat16(zero: ZeroStage, monkeypatch: pytest.MonkeyPatch) -> None:
     need(2)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -67,7 +67,7 @@ def test_gradients_that_travel_in_bfloat16(zero: ZeroStage, monkeypatch: pytest.
     assert parity.ok, [row for row in parity.rows if not row.ok]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_checkpoints_have_all_masters(zero: ZeroStage, tmp_path: Path) -> None:
     need(2)
     torch.manual_seed(0)

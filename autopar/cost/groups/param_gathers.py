@@ -64,7 +64,7 @@ def with_gathers(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hard
 
 @dataclass(frozen=True)
 class Exchange:
-    """Seconds of a block's collective, by which it slows compute down although it is hidden, and buckets that it fills."""
+    """Seconds of a block's collective, and by which it slows compute down although it is hidden; share of a bucket."""
 
     seconds: float = 0.0
     contention_seconds: float = 0.0
