@@ -12,6 +12,7 @@ from autopar.ir.graph import Op, Ref
 from autopar.ops.registry import named_arguments, operator
 
 MIN_REGION_OPS = 8  # operations
+ROOT = "root"  # block of operations of the model itself
 CONVOLUTIONS = {
     *(f"aten.conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
     "aten.convolution", "autopar.patch_convolution", "autopar.place_convolution", "autopar.padded_convolution",
@@ -67,8 +68,9 @@ def block_homes(ops: Sequence[Op]) -> list[str]:
 
 def op_blocks(ops: Sequence[Op]) -> dict[str, str]:
     """The block of each operation, by name: its numbered module, such as ``blocks.3``, or else its outermost module,
-    such as ``patch_embed``."""
-    return {op.name: home or op.module.partition(".")[0] for op, home in zip(ops, block_homes(ops), strict=True)}
+    such as ``patch_embed``, or `ROOT`."""
+    homes = zip(ops, block_homes(ops), strict=True)
+    return {op.name: home or op.module.partition(".")[0] or ROOT for op, home in homes}
 
 
 def parameter_blocks(ops: Sequence[Op], names: Collection[str]) -> dict[str, str]:

@@ -43,6 +43,7 @@ def price(
         less: its in-place activation is traced as one that is not in place. GPU kernels may add workspaces.
     """
     graph, hardware, costs = pricing.graph, pricing.hardware, op_costs(pricing)
+    sharing = with_blocks(sharing, graph)
     if groups is None:
         seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
         members = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
@@ -56,7 +57,7 @@ def price(
     if hardware.device_type == "cuda":
         priced = [with_workspace(group, m, pricing) for group, m in zip(priced, members, strict=True)]
     sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.colocated)
-    return CostGraph(
+    cost = CostGraph(
         model=graph.model,
         batch=pricing.batch,
         groups=(*priced, Group(LOSS, (), "")),
@@ -65,6 +66,7 @@ def price(
         saved=shared_saved,
         colocated=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
     )
+    return with_gathers(cost, graph, sharing, hardware) if sharing.zero == 3 else cost
 
 
 def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:

@@ -51,13 +51,13 @@ def with_gathers(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hard
                 gather_seconds=tensor.gather_seconds + part * gather.seconds,
                 num_buckets=part * reduce.num_buckets,
             )
-        forward = max(0.0, gather.seconds - sum(groups[n].forward_seconds for n in numbers))
-        backward = max(0.0, gather.seconds + reduce.seconds - sum(groups[n].backward_seconds for n in numbers))
+        forward = max(0.0, gather.seconds - sum(cost.groups[n].forward_seconds for n in numbers))
+        backward = max(0.0, gather.seconds + reduce.seconds - sum(cost.groups[n].backward_seconds for n in numbers))
         forward += gather.contention_seconds
         backward += gather.contention_seconds + reduce.contention_seconds
-        total = sum(groups[n].seconds for n in numbers)
+        total = sum(cost.groups[n].seconds for n in numbers)
         for n in numbers:
-            share = groups[n].seconds / total if total else 1 / len(numbers)
+            share = cost.groups[n].seconds / total if total else 1 / len(numbers)
             groups[n] = waiting(groups[n], share * forward, share * backward)
     return replace(cost, groups=tuple(groups), weights=tuple(exposed.get(w.name, w) for w in cost.weights))
 

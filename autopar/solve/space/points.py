@@ -110,15 +110,15 @@ def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
 
 
 def neighbours(setting: Setting, point: Point) -> list[Point]:
-    """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without; where
-    replicas fill several nodes with ZeRO-3 too, whose buckets are smaller."""
+    """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without; from
+    ZeRO-2 on, where replicas fill several nodes, with ZeRO-3 too, whose buckets are smaller."""
     points = [p for p in enumerate_points(setting, point.mesh) if are_alike(p, point.pipeline)]
     zero = 1 if point.zero == 2 else point.zero  # ZeRO-2 is for one microbatch
     same = [p for p in points if (p.zero, p.dp_shard) == (zero, point.dp_shard)]
     near = [p for p in same if p.microbatches < point.microbatches][-1:]
     near += [p for p in same if p.microbatches > point.microbatches][:1]
     crosses_nodes = point.mesh.dp * point.mesh.tp > setting.hardware.devices_per_node
-    stages = (0, 1, 3) if crosses_nodes else (0, 1)
+    stages = (0, 1, 3) if crosses_nodes and point.zero >= 2 else (0, 1)
     others = [p for p in points if p.zero in stages and p.replicas != point.replicas]
     return near + [p for p in others if p.microbatches == point.microbatches]
 

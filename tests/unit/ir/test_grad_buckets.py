@@ -13,14 +13,24 @@ from support.effort import examples
 
 from autopar.ir.grad_buckets import (
     MAX_PADDING_SHARE,
+    NUM_PARAM_SLOTS,
     PARAM_ALIGNMENT,
+    block_groups,
     group_weights,
     num_collectives,
     padded_numel,
     slot_bytes,
 )
 from autopar.ir.graph import Weight
-from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, replica_owners, view_like
+from autopar.runtime.params.flat_buckets import (
+    FlatBucket,
+    block_buckets,
+    flat_buckets,
+    piece_of,
+    replica_owners,
+    view_like,
+)
+from autopar.runtime.params.sharded_params import assign_slots
 
 CLASSES = (("float32", ""), ("bfloat16", "float32"), ("float64", ""))  # what programs read, and the master's dtype
 
@@ -79,6 +89,45 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, shared: b
             owned = bucket.owned_views(segment, owner, tensors)
             assert {*owned} == {*bucket.pieces(owner)}
             assert all(torch.equal(view, tensors[name]) for name, view in owned.items())
+
+
+@settings(max_examples=examples(100))
+@given(models(), st.integers(1, 5), st.integers(1, 6), st.integers(1, 20_000))
+def test_pieces_of_blocks_cover_every_parameter_once(weights: list[Weight], dp: int, blocks: int, limit: int) -> None:
+    """Segments are equal, so that one collective moves a bucket."""
+    block_of = {w.name: f"b{i * blocks // len(weights)}" for i, w in enumerate(weights)}
+    kept = {w.name for i, w in enumerate(weights) if i % 4 == 0}
+    groups = block_groups(weights, block_of, lambda w: w.name in kept, limit)
+    assert sorted(w.name for group in groups for w in group) == sorted(w.name for w in weights)
+    for group in groups:
+        assert len({(w.stored_dtype, w.dtype, w.name in kept) for w in group}) == 1
+        several = len({block_of[w.name] for w in group}) > 1
+        assert not several or sum(w.stored_bytes for w in group) <= limit
+    tensors = all_weights(weights)
+    for bucket in block_buckets(weights, block_of, kept, {}, dp):
+        assert bucket.even and bucket.num_segments == dp and bucket.is_kept == (bucket.names[0] in kept)
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
+        seen = {name: [0] * tensors[name].numel() for name in bucket.names}
+        for owner, segment in enumerate(bucket.segments(flat)):
+            for name, view in bucket.owned_views(segment, owner, tensors).items():
+                elements = bucket.pieces(owner)[name]
+                view.copy_(piece_of(tensors[name], elements, tensors[name]))
+                for k in elements:
+                    seen[name][k] += 1
+        assert all(set(counts) <= {1} for counts in seen.values())
+        assert all(torch.equal(view, tensors[name]) for name, view in bucket.views(flat, tensors).items())
+
+
+@given(st.integers(0, 12), st.lists(st.frozensets(st.integers(0, 11), max_size=5), max_size=4))
+def test_buckets_that_are_read_together_have_slots_of_their_own(count: int, together: list[frozenset[int]]) -> None:
+    order = list(reversed(range(count)))
+    groups = [frozenset(i for i in group if i < count) for group in together]
+    slots = assign_slots(order, groups)
+    assert slots.keys() == set(order)
+    assert all(len({slots[i] for i in group}) == len(group) for group in groups)
+    assert sorted({*slots.values()}) == list(range(len({*slots.values()})))
+    if not together:
+        assert slots == {index: number % NUM_PARAM_SLOTS for number, index in enumerate(order)}
 
 
 def test_buckets_take_turns_in_the_slots() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import torch
@@ -15,9 +15,12 @@ from autopar.ops.collectives import join_parts, padded_part, stack_parts, withou
 from autopar.sharding.tensors import (
     assembled,
     boxes,
+    boxes_of_piece,
     contiguous_copy,
     local_part,
+    memory_order,
     narrowed,
+    ranges_as_boxes,
     summed_gradients,
     whole_shape,
     whole_tensor,
@@ -164,6 +167,36 @@ def test_the_boxes_of_all_ranks_tile_the_whole(case: tuple[list[int], Layout, di
             chunk.of_part(covered).add_(1)
         assert (covered == 1).all()
     assert torch.equal(tiled, source)
+
+
+@given(cases(), st.data())
+def test_the_boxes_of_pieces_tile_a_part(case: tuple[list[int], Layout, dict[str, int]], data: st.DataObject) -> None:
+    """A piece is a range of a part's elements in memory order, which begins and ends anywhere."""
+    shape, layout, ranks = case
+    own = local_part(torch.arange(prod(shape)).view(shape), layout, ranks, dict.fromkeys(ranks, 0))
+    order = data.draw(st.permutations(range(own.ndim)))
+    own = own.permute(order).contiguous().permute([order.index(dim) for dim in range(own.ndim)])
+    flat = own.permute(memory_order(own)).reshape(-1)
+    cuts = sorted(data.draw(st.lists(st.integers(0, own.numel()), max_size=3)))
+    tiled = torch.full(shape, -1)
+    for low, high in pairwise([0, *cuts, own.numel()]):
+        piece = flat[low:high].clone()
+        for part in boxes(shape, layout, ranks, dict.fromkeys(ranks, 0)):
+            for box, view in boxes_of_piece(part, own, range(low, high), piece):
+                target = narrowed(tiled, box.whole, box.sizes)
+                assert (target == -1).all() and view.data_ptr() >= piece.data_ptr()
+                target.copy_(view)
+    expected = torch.full(shape, -1)
+    for part in boxes(shape, layout, ranks, dict.fromkeys(ranks, 0)):
+        narrowed(expected, part.whole, part.sizes).copy_(part.of_part(own))
+    assert torch.equal(tiled, expected)
+
+
+def test_a_range_is_few_boxes() -> None:
+    assert ranges_as_boxes([4, 5], 3, 18) == [([0, 3], [1, 2]), ([3, 0], [1, 3]), ([1, 0], [2, 5])]
+    assert ranges_as_boxes([4, 5], 6, 9) == [([1, 1], [1, 3])]
+    assert ranges_as_boxes([4, 5], 5, 15) == [([1, 0], [2, 5])]
+    assert ranges_as_boxes([2, 3, 2], 4, 10) == [([0, 2, 0], [1, 1, 2]), ([1, 0, 0], [1, 2, 2])]
 
 
 def test_tensors_in_another_order_of_memory() -> None:
