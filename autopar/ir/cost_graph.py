@@ -63,6 +63,12 @@ class Group:
         return self.forward_seconds + self.backward_seconds
 
     @property
+    def collective_seconds(self) -> float:
+        """Time of collectives of shards and of replicas that compute does not hide, forward and backward."""
+        shards = self.forward_collective_seconds + self.backward_collective_seconds
+        return shards + self.forward_exchange_seconds + self.backward_exchange_seconds
+
+    @property
     def segment(self) -> int:
         """Number of the anchor's segment."""
         return self.segments[0] if self.segments else NO_SEGMENT

@@ -103,12 +103,13 @@ class Stage:
 
     Args:
         params: whole parameters, however they are sharded.
-        forward_seconds, backward_seconds: per microbatch on one rank, tensor-parallel collectives included.
+        forward_seconds, backward_seconds: per microbatch on one rank, collectives included.
         send_bytes: sent forward to later stages, per microbatch and rank.
         recompute: "all", or the number of the stage's first segments (`autopar.cost.groups.recompute_segments`) that
             run again in the backward. Of these only the inputs are kept. The last segments are left out first: their
             backward runs while memory is fullest.
-        collective_seconds: tensor-parallel collectives of forward and backward.
+        collective_seconds: collectives of forward and backward: of tensor-parallel ranks, and of sharded parameters
+            (ZeRO-3) what compute does not hide.
         optimizer_seconds: the update, once a step.
         memory: None in plans made by hand.
         num_segments: segments of the stage; 0 in plans made by hand.

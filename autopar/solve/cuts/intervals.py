@@ -117,7 +117,7 @@ class Intervals:
 
     @cached_property
     def collective_seconds(self) -> Sums:
-        return self.group_sums("forward_collective_seconds", "backward_collective_seconds")
+        return self.group_sums("collective_seconds")
 
     @cached_property
     def weight_bytes(self) -> Matrix:

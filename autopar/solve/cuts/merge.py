@@ -149,6 +149,8 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         workspace_bytes=max(g.workspace_bytes for g in groups),
         segments=tuple(dict.fromkeys(own for g in groups for own in g.segments)),
         recompute_seconds=sum(g.recompute_seconds for g in groups),
+        forward_exchange_seconds=sum(g.forward_exchange_seconds for g in groups),
+        backward_exchange_seconds=sum(g.backward_exchange_seconds for g in groups),
     )
 
 

@@ -56,8 +56,8 @@ class Priced:
 
     @property
     def collective_seconds(self) -> float:
-        """Time of tensor-parallel collectives in `seconds`."""
-        return sum(g.forward_collective_seconds + g.backward_collective_seconds for g in self.cost.groups)
+        """Time of collectives in `seconds`."""
+        return sum(group.collective_seconds for group in self.cost.groups)
 
 
 class Costs(Protocol):

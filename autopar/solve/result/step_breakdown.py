@@ -91,7 +91,8 @@ def bound_text(
     elif largest == "optimizer":
         what = f"optimizer, {percent(spent.optimizer_seconds / spent.seconds, 0)} of the step; compute of {where}"
     elif largest == "collectives":
-        what = f"collectives of {mesh.tp} tensor-parallel ranks; compute of {where}"
+        whose = f"{mesh.tp} tensor-parallel ranks" if mesh.tp > 1 else f"{mesh.dp} replicas with sharded parameters"
+        what = f"collectives of {whose}; compute of {where}"
     elif spent.bubble_fraction > 0.5:
         what = f"bubble of {stages} stages with {plural(microbatches, 'microbatch', 'es')}; compute of {where}"
     else:

@@ -175,7 +175,8 @@ with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
     assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
     other = {name: tensor.double() + 1 for name, tensor in model.state_dict().items()}
     pm.load_state_dict(other if rank else model.state_dict())  # rank 0's counts
-    both = pm._ranks.gathered({name: tensor.detach() for name, tensor in pm._ranks.rank.weights.items()})
+    both = pm._ranks.gathered({name: tensor.detach() for name, tensor in pm._ranks.rank.stored.items()})
+    assert {name for replica in both for name in replica} == {n for n, _ in model.named_parameters()}
     for replica in both:
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in replica.items())
     for refused in ({}, None, other | {"layers.1.1.bias": 0.0}):
