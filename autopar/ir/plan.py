@@ -111,6 +111,8 @@ class Plan:
         sharded = sorted([*self.shardings.items(), *self.strategies.items()])
         split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
         chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
+        kept = sorted(name for name, own in self.param_blocks.items() if own == "kept")
+        split += f"; gathered once a step {', '.join(kept)}" if kept else ""
         again = recomputing_text(self.stages)
         recompute = f"; recomputing on {again}" if again else ""
         return (

@@ -76,7 +76,7 @@ def most_saving(blocks: Sequence[Block], limit_bytes: float) -> set[str]:
     if limit_bytes <= 0 or not total:
         return set()
     program = pulp.LpProblem("kept_blocks", pulp.LpMaximize)
-    kept = [pulp.LpVariable(f"x{number}", cat="Binary") for number in range(len(blocks))]
+    kept = [program.add_variable(f"x{number}", cat="Binary") for number in range(len(blocks))]
     program += pulp.lpSum(block.seconds / total * x for block, x in zip(blocks, kept, strict=True))
     program += pulp.lpSum(block.num_bytes / limit_bytes * x for block, x in zip(blocks, kept, strict=True)) <= 1
     outcome = run(program, default_solver(), GAP, time_limit_seconds=1.0)

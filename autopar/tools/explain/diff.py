@@ -93,13 +93,22 @@ def machine(plan: Plan) -> str:
     return f"{plan.hardware.name} with {text(plan.hardware.memory_bytes, BYTES)}"
 
 
+def sharing(plan: Plan) -> str:
+    """ZeRO stage, and what else replicas share: ``3 over 8, 12 of 42 blocks kept``."""
+    if not plan.zero:
+        return "no"
+    kept = sum(own == "kept" for own in plan.param_blocks.values())
+    blocks = f", {kept} of {len(plan.param_blocks)} blocks kept" if plan.zero == 3 else ""
+    return f"{plan.zero}{f' over {plan.dp_shard}' if plan.dp_shard else ''}{blocks}"
+
+
 def settings(before: Plan, after: Plan) -> Iterator[Change]:
     """Settings of a whole plan, also those that are equal in both."""
     for name, value, other in (
         ("devices", before.mesh.devices, after.mesh.devices),
         ("hardware", machine(before), machine(after)),
         ("mesh", before.mesh, after.mesh),
-        ("ZeRO", before.zero or "no", after.zero or "no"),
+        ("ZeRO", sharing(before), sharing(after)),
         ("gradients reduced in", before.reduce_dtype, after.reduce_dtype),
         ("schedule", before.schedule, after.schedule),
         ("chunks a rank", before.chunks, after.chunks),

@@ -21,6 +21,7 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.plan_parts import Replicas
 from autopar.ops.regions import op_blocks
 from autopar.solve.cuts.kept_blocks import Block, most_saving
+from autopar.tools.explain.diff import settings
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
 
@@ -106,5 +107,8 @@ def test_more_memory_keeps_more_blocks() -> None:
     assert kept == sorted(kept) and kept[0] < kept[-1] == len(plans[0].param_blocks)
     steps = [plan.prediction.step_seconds for plan in plans]
     assert all(after <= before * (1 + 1e-9) for before, after in pairwise(steps))
+    assert len({plan.decision for plan in plans}) == len(set(kept))
+    changes = {change.name: (change.before, change.after) for change in settings(plans[1], plans[-1])}
+    assert changes["ZeRO"] == (f"3, {kept[1]} of {kept[-1]} blocks kept", f"3, {kept[-1]} of {kept[-1]} blocks kept")
     text = str(plans[1])
     assert "ZeRO-3" in text and "gathered before each use: " in text and "gathered once a step: " in text
