@@ -7,5 +7,6 @@ Files in reading order: `problem.py` (input and objective), `intervals.py` (exac
 `evaluate.py` with `memory.py` and `buffers.py` (exact cost of given cuts), `merge.py` (colocated groups become one, in
 several orders), `dynamic_programme.py` (contiguous cuts by a closed form), `step_time.py` (the simulated step),
 `local_search.py` (cuts moved by it), `program.py` (the integer program), `certify.py` (its rows, until the bound is of
-the simulated step), `solve.py` (all of them), `infeasible.py` (messages).
+the simulated step), `solve.py` (all of them), `kept_blocks.py` (parameters that stay gathered, for given cuts),
+`infeasible.py` (messages).
 """
