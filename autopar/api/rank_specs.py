@@ -21,6 +21,8 @@ from autopar.runtime.params.flat_buckets import replica_owners
 from autopar.runtime.spec import RankSpec, TrainingRecipe
 from autopar.trace.passes.precision import mixed_dtype
 
+MAX_NAMED = 5  # blocks that a message names
+
 
 def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe, options: Options) -> list[RankSpec]:
     """The spec of each rank, by rank."""
@@ -88,9 +90,6 @@ def trained_weights(graph: Graph) -> tuple[Weight, ...]:
     return tuple(weight for weight in graph.weights if weight.requires_grad)
 
 
-MAX_NAMED = 5  # blocks that a message names
-
-
 @dataclass(frozen=True)
 class ParameterSharing:
     """How replicas share the trainable weights of a model under ZeRO-3.
@@ -110,7 +109,8 @@ class ParameterSharing:
 def parameter_sharing(programs: ProgramCache, recipe: TrainingRecipe) -> ParameterSharing:
     """Sharing of the weights under ZeRO-3."""
     graph, plan = programs.example, programs.plan
-    trained = {weight.name for weight in graph.weights if weight.requires_grad}
+    weights = trained_weights(graph)
+    trained = {weight.name for weight in weights}
     blocks = {name: name.partition(".")[0] for name in trained} | parameter_blocks(graph.ops, trained)
     summed = {
         name
@@ -124,7 +124,7 @@ def parameter_sharing(programs: ProgramCache, recipe: TrainingRecipe) -> Paramet
         for program in specialization.programs
         for name in program.results
     }
-    owned = summed | (uncut_params(recipe.optimizer, trained_weights(graph)) if recipe.optimizer else set())
+    owned = summed | (uncut_params(recipe.optimizer, weights) if recipe.optimizer else set())
     unknown = [block for block in plan.param_blocks if block not in blocks.values()]
     if unknown:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Which weights share a bucket, and which replica updates each of them.
+"""Buckets of weights, and the replica that updates each weight.
 
 Under ZeRO-1 and -2 every replica owns whole parameters, so that optimizers that need a parameter's norm stay right.
 """

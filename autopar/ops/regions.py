@@ -41,8 +41,8 @@ def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> t
     """
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
-    sizes = Counter(path for op in ops for path in numbered_modules(op.module))
-    homes = block_homes(ops)
+    sizes = module_sizes(ops)
+    homes = block_homes(ops, sizes)
     starts, end, is_after_product = [0], 0, False
     for home, run in groupby(homes):
         begin, end = end, end + len(list(run))
@@ -60,16 +60,20 @@ def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> t
     return tuple(sorted({*starts, *required_starts}))
 
 
-def block_homes(ops: Sequence[Op]) -> list[str]:
+def module_sizes(ops: Sequence[Op]) -> Counter[str]:
+    """Operations of each numbered module."""
+    return Counter(path for op in ops for path in numbered_modules(op.module))
+
+
+def block_homes(ops: Sequence[Op], sizes: Counter[str]) -> list[str]:
     """The numbered module that each operation belongs to, the innermost of `MIN_REGION_OPS` operations; else empty."""
-    sizes = Counter(path for op in ops for path in numbered_modules(op.module))
     return [next((p for p in numbered_modules(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
 
 
 def op_blocks(ops: Sequence[Op]) -> dict[str, str]:
     """The block of each operation, by name: its numbered module, such as ``blocks.3``, or else its outermost module,
     such as ``patch_embed``, or `ROOT`."""
-    homes = zip(ops, block_homes(ops), strict=True)
+    homes = zip(ops, block_homes(ops, module_sizes(ops)), strict=True)
     return {op.name: home or op.module.partition(".")[0] or ROOT for op, home in homes}
 
 

@@ -453,7 +453,7 @@ class Rank:
             if piece.grad is not None and name not in gradients:
                 gradients[name] = self.sharded.whole_of(name, piece.grad) if self.sharded is not None else piece.grad
         return {
-            name: (gradient.detach().cpu() / self.updater.loss_scale).contiguous()
+            name: contiguous_copy(gradient) / self.updater.loss_scale
             for name, gradient in gradients.items()
             if self.place.shard == 0 or self.spec.layout(name) != REPLICATED
         }

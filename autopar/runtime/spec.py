@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -129,11 +129,9 @@ class RankSpec:
     @cached_property
     def cut(self) -> frozenset[str]:
         """Trainable weights whose elements replicas share, wherever a segment ends."""
-        return (
-            frozenset(w.name for w in self.weights if w.requires_grad) - self.owners.keys()
-            if self.zero == 3
-            else (frozenset())
-        )
+        if self.zero != 3:
+            return frozenset()
+        return frozenset(w.name for w in self.weights if w.requires_grad) - self.owners.keys()
 
     @property
     def place(self) -> Place:
@@ -155,16 +153,21 @@ class RankSpec:
         return self.mesh.group(self.rank, "dp")
 
     @property
+    def sharing_count(self) -> int:
+        """Replicas that divide what ZeRO says."""
+        return self.dp_shard or self.mesh.dp
+
+    @property
     def sharing_ranks(self) -> tuple[int, ...]:
-        """Of `replica_ranks`, those that divide with this one what ZeRO says, in order."""
-        count = self.dp_shard or self.mesh.dp
+        """The `replica_ranks` that divide among them what ZeRO says, this rank included."""
+        count = self.sharing_count
         first = self.place.replica // count * count
         return self.replica_ranks[first : first + count]
 
     @property
     def copy_ranks(self) -> tuple[int, ...]:
-        """Of `replica_ranks`, those that update the same part of the weights, in order."""
-        count = self.dp_shard or self.mesh.dp
+        """The `replica_ranks` that update the same part of the weights as this rank, itself included."""
+        count = self.sharing_count
         return self.replica_ranks[self.place.replica % count :: count]
 
     @property
@@ -195,8 +198,10 @@ class RankSpec:
         """
         every = range(self.mesh.devices)
         sets = {tuple(every), *(self.mesh.group(rank, axis) for rank in every for axis in MESH_AXES)}
-        places = [replace(self, rank=rank) for rank in every]
-        sets |= {ranks for own in places for ranks in (own.sharing_ranks, own.copy_ranks)}
+        count = self.sharing_count
+        for line in {self.mesh.group(rank, "dp") for rank in every}:
+            sets |= {line[first : first + count] for first in range(0, len(line), count)}
+            sets |= {line[first::count] for first in range(count)}
         for line in (self.mesh.group(rank, "pp") for rank in self.mesh.ranks(0)):
             sets |= {tuple(line[position] for position in positions) for positions in self.holders.values()}
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))

@@ -135,10 +135,10 @@ class PlanCosts:
 
     def with_sharing(self, cost: CostGraph, graph: Graph, sharing: Sharing) -> CostGraph:
         """As `with_weight_sharing`, whose weights are made once for all sizes of a microbatch."""
-        used = tuple((w.groups, w.has_fused_wgrad) for w in cost.weights)
-        key = ("weights", id(graph), sharing.tp, sharing.replicas, used)  # graphs are cached, as shardings are
         if sharing.zero == 3:
             return with_weight_sharing(cost, graph, sharing, self.hardware)
+        used = tuple((w.groups, w.has_fused_wgrad) for w in cost.weights)
+        key = ("weights", id(graph), sharing.tp, sharing.replicas, used)  # graphs are cached, as shardings are
         weights = self.memoized(key, lambda: with_weight_sharing(cost, graph, sharing, self.hardware).weights)
         return replace(cost, weights=weights)
 

@@ -1,4 +1,4 @@
-"""Gathers of sharded parameters (ZeRO-3), and the reduction of gradients besides them: what passes do not hide.
+"""Gathers of sharded parameters (ZeRO-3), and reductions of gradients: the part that compute does not hide.
 
 Blocks are gathered one ahead of compute. So a block's gather hides under the pass through the block before it, and in a
 backward so does the reduction of its gradients. What is longer, and the slowdown of compute by copies, is part of the
@@ -43,8 +43,9 @@ def with_gathers(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hard
         gathered = 0 if block in sharing.kept else sum(weight.num_bytes for weight in weights)
         gather = exchange("all-gather", gathered, sharing, hardware)
         reduce = exchange("reduce-scatter", sum(reduce_bytes(w, sharing) for w in weights), sharing, hardware)
+        stored = sum(weight.stored_bytes for weight in weights)
         for tensor, weight in zip(tensors, weights, strict=True):
-            part = weight.stored_bytes / sum(own.stored_bytes for own in weights)
+            part = weight.stored_bytes / stored
             exposed[tensor.name] = replace(
                 tensor,
                 reduce_seconds=tensor.reduce_seconds + part * reduce.seconds,

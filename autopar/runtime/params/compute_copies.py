@@ -68,7 +68,7 @@ class ComputeParams:
     def refresh(self, order: Sequence[int] = (), always: bool = False) -> None:
         """Update the copies from their masters, if these have changed.
 
-        Starts the gathers of sharded weights; `waits` wait for them.
+        Starts the gathers of sharded weights; `wait_for` waits for them.
 
         Args:
             order: as of `ShardedParams.begin`.

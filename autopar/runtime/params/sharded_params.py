@@ -30,10 +30,11 @@ PREFETCH_BUCKETS = 3
 class ShardedParams:
     """A replica's pieces of a rank's trainable weights, and the buffers from which programs read whole ones.
 
-    An optimizer updates ``pieces``. Programs read ``leaves``, views of their bucket's buffer: weights, or low-precision
-    copies of them. A kept bucket has a buffer of its own, the others lie in slots. Before each of its steps a program
-    waits for the buckets that the step reads (`wait_for`). Backwards wait for the slots that they read of what autograd
-    saved (`saving`). So a slot can be filled again as soon as the kernels that read it are enqueued.
+    An optimizer updates ``pieces``. Programs read ``leaves``: views of weights, or of low-precision copies of them, in
+    the buffer of their bucket. A kept bucket has its own buffer; the other buckets take turns in a few slots. A program
+    waits for the buckets that a step reads before it runs the step (`wait_for`); a backward does so when it reads a
+    tensor that autograd saved from a slot (`saving`). A slot is thus free as soon as the kernels that read it are
+    enqueued.
 
     All replicas make the same calls, and read buckets in the same order.
     """
@@ -262,7 +263,7 @@ class ShardedParams:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps of a tensor that it saves."""
+        """What autograd stores in place of a tensor that it saves: a `SavedView` of a slot, or the tensor."""
         address = tensor.untyped_storage().data_ptr()
         for number, slot in enumerate(self.slots):
             if slot.untyped_storage().data_ptr() == address:

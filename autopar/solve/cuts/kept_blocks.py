@@ -18,6 +18,7 @@ from autopar.solve.cuts.evaluate import rank_costs, stage_costs
 from autopar.solve.cuts.problem import CutProblem
 
 GAP = 1e-3  # relative distance from the optimum at which the solver may stop
+TIME_LIMIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def blocks_at(problem: CutProblem, stage_of: Sequence[int], position: int) -> li
 
 
 def most_saving(blocks: Sequence[Block], limit_bytes: float) -> set[str]:
-    """Names of the blocks that save most seconds in so many bytes."""
+    """Names of the blocks that save most seconds in so many bytes; none if the solver finds no choice in time."""
     total = sum(block.seconds for block in blocks)
     if limit_bytes <= 0 or not total:
         return set()
@@ -79,7 +80,7 @@ def most_saving(blocks: Sequence[Block], limit_bytes: float) -> set[str]:
     kept = [program.add_variable(f"x{number}", cat="Binary") for number in range(len(blocks))]
     program += pulp.lpSum(block.seconds / total * x for block, x in zip(blocks, kept, strict=True))
     program += pulp.lpSum(block.num_bytes / limit_bytes * x for block, x in zip(blocks, kept, strict=True)) <= 1
-    outcome = run(program, default_solver(), GAP, time_limit_seconds=1.0)
+    outcome = run(program, default_solver(), GAP, time_limit_seconds=TIME_LIMIT_SECONDS)
     if not outcome.found:
         return set()
     return {block.name for block, x in zip(blocks, kept, strict=True) if value_of(x) > 0.5}

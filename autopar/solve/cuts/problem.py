@@ -222,7 +222,7 @@ class CutProblem:
     def bucket_sizes(self) -> list[int]:
         """Bytes of each bucket of gradients, if one rank held the whole model."""
         if self.zero == 3:
-            return [4 * sum(w.numel for w in bucket) for bucket in self.block_buckets]
+            return [DTYPE_BYTES["float32"] * sum(w.numel for w in bucket) for bucket in self.block_buckets]
         owners = self.replicas.sharing
         return self.cost.remember(("bucket sizes", owners), lambda: bucket_sizes(self._trained_weights(), owners))
 

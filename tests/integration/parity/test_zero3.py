@@ -186,7 +186,7 @@ SHORT = [("groups by shape", 0), ("LAMB", 2)]
 
 @pytest.mark.parametrize(("name", "dp_shard"), only(SHORT, [*SHORT, *((name, 0) for name in [*OPTIMIZERS][1:])]))
 def test_optimizers_see_what_they_need(name: str, dp_shard: int) -> None:
-    """Those that need whole parameters have them on one replica; others update pieces that end anywhere."""
+    """An optimizer that needs whole parameters has each on one replica; others update pieces that end anywhere."""
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(3), images_and_labels(8)
     states = []
