@@ -457,17 +457,17 @@ class Dispatcher:
 
     def check_schedule(self, name: str, specializations: Sequence[Specialization], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
-        stages, pp, chunks = self.programs.num_stages, self.mesh.pp, self.plan.chunks
+        stages, pp, chunks, order = self.programs.num_stages, self.mesh.pp, self.plan.chunks, self.plan.order
         if (name, count) in self.checked or count == 0:
             return
         edges = {(e.src, e.dst) for s in specializations for p in s.programs for e in p.sends}
         training = name != "forward-only"
         check(
-            generate(name, pp, count, chunks),
+            generate(name, pp, count, chunks, order),
             num_chunks=stages,
             microbatches=count,
             edges=sorted(edges | {(i, i + 1) for i in range(stages - 1)}),
-            in_flight=[max_in_flight(name, r, pp, count, chunks) for r in range(pp)] if training else None,
+            in_flight=[max_in_flight(name, r, pp, count, chunks, order) for r in range(pp)] if training else None,
             training=training,
         )
         self.checked.add((name, count))

@@ -146,7 +146,8 @@ def parallelize(
     else:
         chosen = user_plan or plan_for_workers(request, graph, machine)
     with shared_errors(exchange):
-        programs = ProgramCache(model, chosen, call, graph)
+        compiled = options.execution_mode(machine.device_type).compiled
+        programs = ProgramCache(model, chosen, call, graph, compiled)
         check_device(programs.plan.precision, machine)
         warn_of_plan_dependent_random(programs.example)
         warn_of_updated_state(programs.example, chosen)

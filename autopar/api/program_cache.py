@@ -17,11 +17,13 @@ from autopar.api.model_structure import assigned_attributes, changes, model_stru
 from autopar.api.plan_check import check_strategies, weight_layouts
 from autopar.api.recompute import with_recompute_segments
 from autopar.api.variants import MANY_VARIANTS, argument_names, warn_of_variants
+from autopar.codegen.fusions.split_backward import split_backward
 from autopar.codegen.split import follow_plan, split, weight_stages
 from autopar.errors import EvaluationWarning, TraceError, UsageError, caller_level
 from autopar.ir.graph import Graph, Mode
 from autopar.ir.layout import REPLICATED, TP, look_up
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import SPLIT
 from autopar.ir.program import Program
 from autopar.ir.pytree import unflatten
 from autopar.runtime.launch.torch_settings import TorchSettings
@@ -65,7 +67,9 @@ class ProgramCache:
 
     tracing = threading.RLock()  # of all models: a trace changes modules and settings that threads share
 
-    def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None, compiled: bool = False
+    ) -> None:
         """Trace both modes at the planned microbatch shape and split them by the plan.
 
         A model whose eval mode cannot be traced is trained all the same, with an EvaluationWarning.
@@ -73,12 +77,13 @@ class ProgramCache:
         Args:
             example: a call at the global batch.
             graph: the training graph, if it was traced already; used if it has the plan's microbatch size.
+            compiled: whether ranks compile their programs.
 
         Raises:
             PlanError: the plan is for another model.
             TraceError: the model cannot be traced.
         """
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.compiled = model, plan, compiled
         self.modes = {module: module.training for module in model.modules()}
         self.settings, self.default_device = TorchSettings.current(), torch.get_default_device()
         self.assigned: set[tuple[type, str]] = set()  # class and name of attributes that forwards set
@@ -140,6 +145,8 @@ class ProgramCache:
         local = self.sharded(graph, stage_of, shard)
         programs = split(local, stage_of, self.num_stages)
         programs = tuple(replace(program, shapes_differ=self.is_ragged) for program in programs)
+        if self.plan.schedule in SPLIT:
+            programs = tuple(split_backward(program, self.compiled) for program in programs)
         if graph.mode == "eval" or all(stage.recompute == "none" for stage in self.plan.stages):
             return programs
         undivided = self.sharded(graph, dict.fromkeys(stage_of, 0), shard)

@@ -303,7 +303,7 @@ def keep_gradient_layouts(region: fx.GraphModule, reads: Sequence[Value]) -> Non
     which is transposed where a sum begins with the gradient of a transposed reader.
     """
     for node, value in zip(region.graph.find_nodes(op="placeholder")[-len(reads) or None :], reads):
-        if not value.requires_grad or not node.users:
+        if not value.requires_grad or not node.users or not any(value.stride):  # the latter are slots
             continue
         with region.graph.inserting_before(next(iter(node.users))):
             kept = region.graph.call_function(

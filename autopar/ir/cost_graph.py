@@ -31,6 +31,8 @@ class Group:
             this group.
         segments: numbers of the checkpoint segments that its operations belong to, the anchor's first.
         recompute_seconds: part of ``backward_seconds`` that runs the forward again.
+        wgrad_seconds: part of ``backward_seconds`` that a split backward leaves for later.
+        deferred_bytes: inputs and gradients of outputs that it keeps until then.
         forward_collective_seconds, backward_collective_seconds: time of tensor-parallel collectives.
         symmetric_buffer_bytes: symmetric memory that the group's largest collective needs, 0 where it uses none.
         workspace_bytes: memory that kernels may take while none of the group's other memory is freed yet.
@@ -56,6 +58,8 @@ class Group:
     recompute_seconds: float = 0.0
     forward_exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
+    wgrad_seconds: float = 0.0
+    deferred_bytes: int = 0
 
     @property
     def seconds(self) -> float:

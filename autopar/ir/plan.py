@@ -21,6 +21,7 @@ from autopar.ir.plan_parts import (
     BlockParams,
     BlockSharding,
     HardwareInfo,
+    ListOrder,
     Message,
     ModelInfo,
     Precision,
@@ -55,6 +56,7 @@ class Plan:
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3 that
             and the parameters.
+        order: of a searched schedule, what list scheduling makes it from.
         dp_shard: replicas, one after the other, that divide these; each such group has a copy of all. 0 for all.
         param_blocks: under ZeRO-3, whether the parameters of a block (`autopar.ops.regions.parameter_blocks`) are
             gathered before each use, in forwards and backwards, or once a step, and kept. Others are gathered.
@@ -77,6 +79,7 @@ class Plan:
     solver: SolverInfo
     hardware: HardwareInfo
     chunks: int = 1
+    order: ListOrder | None = None
     precision: Precision = "fp32"
     exceptions: Mapping[str, int] = field(default_factory=dict)
     shardings: Mapping[str, str] = field(default_factory=dict)

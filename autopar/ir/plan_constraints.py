@@ -10,6 +10,8 @@ from typing import get_args
 from autopar.errors import UsageError
 from autopar.ir.plan_parts import (
     INTERLEAVED,
+    SEVERAL_CHUNKS,
+    SPLIT,
     Balance,
     CostSource,
     Precision,
@@ -19,7 +21,7 @@ from autopar.ir.plan_parts import (
     ZeroStage,
 )
 
-SCHEDULES = ("1f1b", "gpipe", *INTERLEAVED, "auto")
+SCHEDULES = ("1f1b", "gpipe", *INTERLEAVED, *SPLIT, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,10 @@ class PlanConstraints:
         chunks: stages of a rank; more than one needs an interleaved schedule.
         microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
         microbatch_size: most samples of a microbatch.
-        schedule: "auto", the default, takes the fastest of 1f1b, interleaved and interleaved-overlap that fits. The
-            interleaved ones leave only meshes with a pipeline. gpipe takes as long as 1f1b and keeps more activations.
+        schedule: "auto", the default, takes the fastest of 1f1b, interleaved, interleaved-overlap, zb-h1 and searched
+            that fits. All but 1f1b leave only meshes with a pipeline. zb-h1 and searched split backwards into gradients
+            of inputs and of weights, which fill bubbles; searched is ordered for the stages' times and the memory that
+            is left. gpipe takes as long as 1f1b and keeps more activations.
         balance: what the stages share evenly.
         pins: stage of an operation or of a whole module, by name.
         memory: byte per device; the cost model's by default.
@@ -119,10 +123,15 @@ class PlanConstraints:
         check_switch("channels_last", self.channels_last)
         check_positive("memory", self.memory)
         check_positive("solver_seconds", self.solver_seconds)
-        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
+        if self.schedule not in (*SEVERAL_CHUNKS, "auto") and (self.chunks or 1) > 1:
             raise UsageError(
                 f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
-                f"schedule={', '.join(map(repr, INTERLEAVED))} or 'auto', or leave chunks out."
+                f"schedule={', '.join(map(repr, SEVERAL_CHUNKS))} or 'auto', or leave chunks out."
+            )
+        if self.schedule in SPLIT and (self.zero or 0) >= 2:
+            raise UsageError(
+                f"schedule={self.schedule!r} splits backwards, and zero={self.zero} reduces gradients after every "
+                "backward. Use zero=1 or less, or another schedule."
             )
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")

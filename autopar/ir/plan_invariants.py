@@ -7,9 +7,10 @@ from dataclasses import fields
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
-from autopar.ir.plan_parts import INTERLEAVED, PlanView
+from autopar.ir.plan_parts import INTERLEAVED, SEVERAL_CHUNKS, SPLIT, PlanView
 from autopar.ir.units import plural
 
+NO_SPLIT_ZERO = "From ZeRO-2 on gradients are reduced after every backward: use zero=1, or another schedule."
 FEWER_SEGMENTS = 'Use fewer, or "all".'  # remedy where a stage recomputes too many
 Fail = Callable[[str, str], None]  # raises a PlanError that names a field and its problem
 
@@ -40,12 +41,25 @@ def check_counts(plan: PlanView, fail: Fail) -> None:
 
 
 def check_schedule(plan: PlanView, fail: Fail) -> None:
-    """The schedule trains, and allows that many chunks per rank."""
-    several = " and ".join(INTERLEAVED)
+    """The schedule trains, allows that many chunks per rank, and has an order if it is a searched one."""
+    *several, last = SEVERAL_CHUNKS
     if plan.schedule == "forward-only":
         fail("schedule", f"is forward-only, which has no training step; use 1f1b, {', '.join(INTERLEAVED)} or gpipe.")
-    if plan.schedule not in INTERLEAVED and plan.chunks > 1:
-        fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has one. Only {several} have several.")
+    if plan.schedule not in SEVERAL_CHUNKS and plan.chunks > 1:
+        names = f"{', '.join(several)} and {last}"
+        fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has one. Only {names} have several.")
+    order, stages, pp = plan.order, plan.mesh.pp * plan.chunks, plan.mesh.pp
+    if (order is not None) != (plan.schedule == "searched"):
+        given = "is missing; a searched schedule is made from it" if order is None else f"is not for {plan.schedule}"
+        fail("order", f"{given}.")
+    if order is not None:
+        for name, expected in (("forward", stages), ("input_grad", stages), ("wgrad", stages), ("max_in_flight", pp)):
+            if len(numbers := getattr(order, name)) != expected or min(numbers) < 0:
+                fail(f"order.{name}", f"is {list(numbers)}, must be {expected} numbers of at least 0.")
+        if min(order.max_in_flight) < plan.chunks * pp or order.hop < 0:
+            fail("order", f"keeps {min(order.max_in_flight)} activations, {stages} chunks need as many on each rank.")
+    if plan.schedule in SPLIT and plan.zero >= 2:
+        fail("schedule", f"is {plan.schedule}, whose backwards are split, and zero is {plan.zero}. {NO_SPLIT_ZERO}")
 
 
 def check_shardings(plan: PlanView, fail: Fail) -> None:

@@ -10,9 +10,15 @@ from pydantic import SkipValidation, with_config
 
 from autopar.ir.mesh import STRICT, Mesh
 
-ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap"]
+ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap", "zb-h1", "searched"]
 # Schedules of a training step that allow several chunks per rank, the one that keeps the fewest activations first.
 INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
+# Schedules whose backwards are split into gradients of inputs and of weights.
+SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "searched")
+# Schedules that allow several chunks per rank.
+SEVERAL_CHUNKS: tuple[ScheduleName, ...] = (*INTERLEAVED, "searched")
+# Schedules that are for pipelines alone.
+OF_PIPELINES: tuple[ScheduleName, ...] = (*INTERLEAVED, *SPLIT)
 RequestedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
@@ -53,6 +59,24 @@ class Replicas:
     def copies(self) -> int:
         """Replicas that update the same part of the weights."""
         return self.dp // self.sharing
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class ListOrder:
+    """Input of list scheduling (`autopar.schedule.list_schedule`), from which a searched schedule is made.
+
+    Args:
+        forward, input_grad, wgrad: nanoseconds of an action, per chunk of the pipeline.
+        hop: nanoseconds in which a tensor reaches the next chunk.
+        max_in_flight: per rank, the most (chunk, microbatch) pairs whose activations it keeps.
+    """
+
+    forward: tuple[int, ...]
+    input_grad: tuple[int, ...]
+    wgrad: tuple[int, ...]
+    hop: int
+    max_in_flight: tuple[int, ...]
 
 
 @with_config(STRICT)
@@ -114,6 +138,8 @@ class Stage:
         memory: None in plans made by hand.
         num_segments: segments of the stage; 0 in plans made by hand.
         recompute_seconds: part of ``backward_seconds`` that runs forwards again.
+        wgrad_seconds: part of ``backward_seconds`` that computes gradients of weights and that a split backward leaves
+            for later.
     """
 
     first: str
@@ -130,6 +156,7 @@ class Stage:
     memory: StageMemory | None = None
     num_segments: int = 0
     recompute_seconds: float = 0.0
+    wgrad_seconds: float = 0.0
 
     @property
     def recompute_text(self) -> str:
@@ -367,6 +394,8 @@ class PlanView(Protocol):
     def hardware(self) -> HardwareInfo: ...
     @property
     def chunks(self) -> int: ...
+    @property
+    def order(self) -> ListOrder | None: ...
     @property
     def precision(self) -> Precision: ...
     @property

@@ -23,6 +23,46 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """Arguments of a convolution, per dim."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class DeferredWgrad:
+    """A linear layer or convolution whose backward leaves the gradient of its weight for later.
+
+    Args:
+        weight: its name.
+        grad_slot, x_slot: arguments of the program whose gradients are the gradient of the layer's output and the
+            layer's input; of a linear layer [rows, out] and [rows, in].
+        accumulates: whether compiled programs add the gradient to the main gradient in one GEMM.
+        convolution: of a convolution.
+        bias: name of a convolution's bias whose gradient is deferred too, or "".
+    """
+
+    weight: str
+    grad_slot: Value
+    x_slot: Value
+    accumulates: bool
+    convolution: Convolution | None = None
+    bias: str = ""
+
+    @property
+    def slots(self) -> tuple[Value, Value]:
+        return self.grad_slot, self.x_slot
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights whose gradients are deferred."""
+        return (self.weight, self.bias) if self.bias else (self.weight,)
+
+
+@dataclass(frozen=True)
 class Program:
     """The forward pass of one stage for one microbatch shape.
 
@@ -37,6 +77,7 @@ class Program:
             loss that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other
             output.
         shapes_differ: whether the ranks of the tensor axis run programs of the same operations but other shapes.
+        deferred: layers of a split backward (`autopar.codegen.fusions.split_backward`).
     """
 
     stage: int
@@ -52,6 +93,7 @@ class Program:
     segments: tuple[int, ...] = ()
     output_boundaries: tuple[int, ...] = ()
     shapes_differ: bool = False
+    deferred: tuple[DeferredWgrad, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)
@@ -61,13 +103,19 @@ class Program:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the tensors that the program takes: model inputs, then received values."""
-        return tuple(v.name for v in self.inputs) + tuple(e.value.name for e in self.receives)
+        """Names of the tensors that the program takes: model inputs, received values, then slots."""
+        return tuple(v.name for v in (*self.inputs, *(e.value for e in self.receives), *self.slots))
+
+    @property
+    def slots(self) -> tuple[Value, ...]:
+        """Slots of layers that leave the gradients of their weights for later."""
+        return tuple(slot for layer in self.deferred for slot in layer.slots)
 
     @property
     def values(self) -> tuple[Value, ...]:
         """Everything except weights that the operations can read."""
-        return (*self.inputs, *(e.value for e in self.receives), *(v for op in self.ops for v in op.outputs))
+        made = (v for op in self.ops for v in op.outputs)
+        return (*self.inputs, *(e.value for e in self.receives), *self.slots, *made)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -16,10 +16,11 @@ ROOT = "root"  # block of operations of the model itself
 CONVOLUTIONS = {
     *(f"aten.conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
     "aten.convolution", "autopar.patch_convolution", "autopar.place_convolution", "autopar.padded_convolution",
+    "autopar.convolution_split",
 }  # fmt: skip
 MATRIX_PRODUCTS = {
     *(f"aten.{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
-    "autopar.linear_wgrad_fused",
+    "autopar.linear_wgrad_fused", "autopar.linear_split",
 }  # fmt: skip
 
 

@@ -50,6 +50,11 @@ def unregister(key: Tensor) -> None:
     del OWNERS[key.data_ptr()]
 
 
+def takes_products(total: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `add_product` adds products of matrices of a dtype to ``total``."""
+    return total.ndim == 2 and total.dtype in (torch.float32, dtype) and total.is_contiguous()
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
     """Write ``left`` [m, k] times ``right`` [k, n] into ``total`` [m, n], or add it to ``total`` if ``accumulate``."""
     if total.dtype == left.dtype:

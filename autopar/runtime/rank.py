@@ -25,6 +25,7 @@ from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.batch_loss import BatchLoss, Replicas
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
+from autopar.runtime.engine.deferred_wgrads import DeferredWgrads
 from autopar.runtime.engine.executor import BoundStep, ChunkModule, StepTensors
 from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices, naming_updates
 from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
@@ -165,9 +166,12 @@ class Rank:
 
         def chunk(program: Program) -> ChunkModule:
             weights = {**tensors, **copies.copies_for(program)}
-            return ChunkModule(
-                program, self.spec.build(program, weights, self.device, self.axes, copies.wait_for, main_grad_of)
-            )
+            module = self.spec.build(program, weights, self.device, self.axes, copies.wait_for, main_grad_of)
+            wgrads = None
+            if program.deferred:
+                sink = self.updater.grad_buffer
+                wgrads = DeferredWgrads(program.deferred, weights, sink, self.spec.compiled, self.device)
+            return ChunkModule(program, module, wgrads)
 
         self.chunks[key] = tuple(map(chunk, programs))
         if self.sharded is not None and self.sharded.allocate_slots() and self.graphs is not None:
@@ -192,7 +196,9 @@ class Rank:
         # one.
         key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature)
         if key not in self.bound_steps:
-            schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
+            schedule = generate(
+                request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks, self.spec.order
+            )
             loss_fn = self.step_loss() if self.is_last_stage and request.training else None
             batch_loss = None
             if loss_fn is not None and request.joined is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import MESH_AXES, Mesh, Place
-from autopar.ir.plan_parts import ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import ListOrder, ReduceDtype, ZeroStage
 from autopar.ir.program import Program
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
@@ -89,6 +89,7 @@ class RankSpec:
             replicas share the elements of weights, only of those that are not cut. Empty without ZeRO.
         stage_edges: directed pairs of stages that exchange tensors.
         chunks: number of stages of each rank.
+        order: of a searched schedule.
         trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
         autocast: low dtype of mixed precision, or None.
         transport: moves tensors between the GPUs of a pipeline in training steps.
@@ -118,6 +119,7 @@ class RankSpec:
     kept: frozenset[str] = frozenset()
     autocast: str | None = None
     chunks: int = 1
+    order: ListOrder | None = None
     region: str = "the whole model"
     predicted_bytes: int = 0
     cuda_graph: bool = True

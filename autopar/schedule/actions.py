@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-ActionKind = Literal["F", "B"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 GRID_CELLS = 24
 
@@ -15,6 +15,7 @@ GRID_CELLS = 24
 class Action:
     """Forward (F) or backward (B) of one stage chunk for one microbatch; prints as ``2F0``.
 
+    A split backward is two actions: gradients of the chunk's inputs (I), then of its weights (W).
     ``chunk`` counts over the whole pipeline: the i-th chunk of a rank is rank + i·pp, and the rank itself where each
     rank has one chunk.
     """
@@ -26,11 +27,26 @@ class Action:
     def __post_init__(self) -> None:
         assert self.chunk >= 0 and self.microbatch >= 0, f"negative chunk or microbatch: {self}"
 
+    @property
+    def receives_gradients(self) -> bool:
+        """Whether it reads the gradients of what its chunk sent, and sends those of what it received."""
+        return self.kind in ("B", "I")
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether its chunk needs the microbatch's activations no longer."""
+        return self.kind in ("B", "W")
+
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+
+
+def is_split(schedule: Schedule) -> bool:
+    """Whether backwards of the schedule are two actions each."""
+    return any(action.kind in ("I", "W") for row in schedule for action in row)
 
 
 def format_grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:

@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import NoReturn
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.schedule.actions import Action, Schedule, format_grid
-from autopar.schedule.order import Links, chain_edges, run_order, topological_order, wait_cycle
+from autopar.schedule.actions import Action, ActionKind, Schedule, format_grid, is_split
+from autopar.schedule.order import AFTER_OWN, Links, chain_edges, run_order, topological_order, wait_cycle
 
 GridCell = tuple[int, int]
 Transfer = tuple[Action, Action]
@@ -27,11 +27,13 @@ def check(
     """Prove that the schedule keeps every promise on which a runtime relies.
 
     1. Each forward of every chunk and microbatch runs exactly once, on rank chunk % ranks; when training each backward
-       too, after its own forward. So each receive has its send.
+       too, after its own forward, or each half of it if the schedule splits any, first the gradients of inputs. So each
+       receive has its send.
     2. Between any two chunks, in each direction, messages are received in the order in which they are sent. Where ranks
        have one chunk each, that holds between ranks.
     3. No deadlock when sends never wait and an action waits for all it receives.
-    4. No deadlock in `check_rendezvous` either, if ranks have one chunk each and every edge joins consecutive chunks.
+    4. No deadlock in `check_rendezvous` either, if backwards are whole, ranks have one chunk each, and every edge joins
+       consecutive chunks.
        With an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans
        three or more ranks. With edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 receives
        only after forwards whose activations rank 3 has yet to receive. Several chunks per rank break it too: the last
@@ -58,7 +60,8 @@ def check(
     _check_backward_follows(schedule, where)
     _check_channels(schedule, links, where)
     run_order(schedule, links)
-    if num_chunks <= len(schedule) and (edges is None or set(edges) <= set(chain_edges(num_chunks))):
+    is_chain = edges is None or set(edges) <= set(chain_edges(num_chunks))
+    if num_chunks <= len(schedule) and is_chain and not is_split(schedule):
         check_rendezvous(schedule, num_chunks=num_chunks, edges=edges)
     if in_flight is not None:
         _check_in_flight(schedule, in_flight)
@@ -114,9 +117,10 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
 
 
 def in_flight_counts(row: Sequence[Action]) -> tuple[int, ...]:
-    """After each action of a rank, the number of forwards whose backward is still to come."""
-    backwards = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
-    return tuple(accumulate((-1 if a.kind == "B" else 1) if (a.chunk, a.microbatch) in backwards else 0 for a in row))
+    """After each action of a rank, the number of forwards whose backward is still to end."""
+    ends = {(a.chunk, a.microbatch) for a in row if a.ends_backward}
+    change = ((a.kind == "F") - a.ends_backward if (a.chunk, a.microbatch) in ends else 0 for a in row)
+    return tuple(accumulate(change))
 
 
 def _fail(words: str, schedule: Schedule, marked: Collection[GridCell]) -> NoReturn:
@@ -133,7 +137,7 @@ def _check_each_once(
             if action.chunk >= num_chunks or action.microbatch >= microbatches:
                 words = f"of {num_chunks} chunks and {microbatches} microbatches (both count from 0). Remove it."
                 _fail(f"{action} on rank {rank} is not one {words}", schedule, [(rank, index)])
-            if action.kind == "B" and not training:
+            if action.kind != "F" and not training:
                 words = "is a backward, and nothing is trained here. Remove it."
                 _fail(f"{action} on rank {rank} {words}", schedule, [(rank, index)])
             if action.chunk % pp != rank:
@@ -143,9 +147,15 @@ def _check_each_once(
                 words = f"as actions {where[action][1]} and {index} (counted from 0). Remove one."
                 _fail(f"{action} runs twice on rank {rank}, {words}", schedule, [where[action], (rank, index)])
             where[action] = (rank, index)
+    backward: tuple[ActionKind, ...] = ("I", "W") if is_split(schedule) else ("B",)
+    kinds = ("F", *(backward if training else ()))
+    for action, (rank, index) in where.items():
+        if action.kind not in kinds:
+            words = "is a whole backward, and others are split. Split it into I and W, or none."
+            _fail(f"{action} on rank {rank} {words}", schedule, [(rank, index)])
     for chunk in range(num_chunks):
         for microbatch in range(microbatches):
-            for action in (Action("F", chunk, microbatch), Action("B", chunk, microbatch))[: 2 if training else 1]:
+            for action in (Action(kind, chunk, microbatch) for kind in kinds):
                 if action not in where:
                     rank = chunk % pp
                     words = f"rank {rank} ends after {len(schedule[rank])} actions without it. Add it."
@@ -155,11 +165,14 @@ def _check_each_once(
 
 def _check_backward_follows(schedule: Schedule, where: Mapping[Action, GridCell]) -> None:
     for action, place in where.items():
-        forward = where[Action("F", action.chunk, action.microbatch)]
-        if action.kind == "B" and place < forward:
-            name = schedule[forward[0]][forward[1]]
-            words = f"as action {place[1]} of rank {place[0]}; {name} is action {forward[1]}. Swap them."
-            _fail(f"{action} runs before its own forward, {words}", schedule, [place])
+        earlier = AFTER_OWN.get(action.kind)
+        if earlier is None:
+            continue
+        first = Action(earlier, action.chunk, action.microbatch)
+        if place < where[first]:
+            name = "forward" if earlier == "F" else "gradients of inputs"
+            words = f"as action {place[1]} of rank {place[0]}; {first} is action {where[first][1]}. Swap them."
+            _fail(f"{action} runs before its own {name}, {words}", schedule, [place])
 
 
 def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, GridCell]) -> None:

@@ -7,14 +7,15 @@ would add them, and messages between two stages stay in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby, pairwise, zip_longest
 from operator import ge
 
 from autopar.errors import UsageError, suggest
-from autopar.ir.plan_parts import INTERLEAVED
+from autopar.ir.plan_parts import SEVERAL_CHUNKS, ListOrder
 from autopar.schedule.actions import Action, Schedule
+from autopar.schedule.list_schedule import list_schedule
 
 
 def forward_only(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> tuple[Action, ...]:
@@ -68,6 +69,22 @@ def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int =
     first = min(warmup(rank, pp, microbatches, chunks, ahead), len(forwards))
     steady = tuple(action for pair in zip(forwards[first:], backwards) for action in pair)
     return forwards[:first] + steady + backwards[len(forwards) - first :]
+
+
+def zb_h1(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """Actions of a rank for ZB-H1: 1F1B whose backwards are split, the gradients of weights running ``rank`` later.
+
+    Every rank keeps the activations of at most p microbatches, as many as the first rank of 1F1B. For forwards F,
+    gradients of inputs I and of weights W, the bubble is (p - 1) · (F + I - W) instead of (p - 1) · (F + I + W).
+
+    Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.1.
+    """
+    row: list[Action] = []
+    for action in one_f_one_b(rank, pp, microbatches, chunks):
+        row.append(action if action.kind == "F" else replace(action, kind="I"))
+        if action.kind == "B" and action.microbatch >= rank:
+            row.append(Action("W", rank, action.microbatch - rank))
+    return tuple(row) + tuple(Action("W", rank, i) for i in range(max(0, microbatches - rank), microbatches))
 
 
 def interleaved_overlap(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
@@ -148,33 +165,39 @@ SCHEDULES: Mapping[str, ScheduleSpec] = {
     "interleaved-overlap": ScheduleSpec(
         interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP_EXTRA), allows_chunks=True
     ),
+    "zb-h1": ScheduleSpec(zb_h1, lambda rank, pp, microbatches, chunks: min(pp, microbatches)),
 }
+SEARCHED = "searched"
 
 
-def generate(name: str, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
+def generate(name: str, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None) -> Schedule:
     """The actions of every rank, for any number of ranks, microbatches and chunks per rank.
 
+    Args:
+        order: of a searched schedule.
     Raises:
         UsageError: no schedule has that name, a number is below 1, or the schedule allows fewer chunks.
     """
-    spec = _schedule_spec(name, pp, microbatches, chunks)
+    spec = _schedule_spec(name, pp, microbatches, chunks, order)
     return tuple(spec.actions(rank, pp, microbatches, chunks) for rank in range(pp))
 
 
-def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> int:
+def max_in_flight(
+    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None
+) -> int:
     """The most (chunk, microbatch) pairs whose activations ``rank`` keeps for a backward at one time.
 
-    With p ranks, v chunks per rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B.
-    With more than one chunk it is min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size of the largest of
-    `microbatch_groups`. Interleaved has n of at most 2·p - 1, and p where p divides m; interleaved-overlap at most 2·p
-    + 1, and p + 1 where p + 1 divides m.
+    With p ranks, v chunks per rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B,
+    min(m, p) for ZB-H1. With more than one chunk it is min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size
+    of the largest of `microbatch_groups`. Interleaved has n of at most 2·p - 1, and p where p divides m;
+    interleaved-overlap at most 2·p + 1, and p + 1 where p + 1 divides m. A searched schedule has its limit.
 
     Raises:
         UsageError: no schedule has that name, the rank is not in the pipeline, a number is below 1, or the schedule
         allows
             fewer chunks.
     """
-    spec = _schedule_spec(name, pp, microbatches, chunks)
+    spec = _schedule_spec(name, pp, microbatches, chunks, order)
     if not 0 <= rank < pp:
         raise UsageError(f"Rank {rank} is not in a pipeline of {pp} ranks. Give a rank from 0 to {pp - 1}.")
     return spec.max_in_flight(rank, pp, microbatches, chunks)
@@ -182,20 +205,20 @@ def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int 
 
 @lru_cache(maxsize=4096)
 def in_flight_profiles(
-    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1
+    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Microbatches in flight per chunk of a rank, at every moment that no other moment dominates in all chunks.
 
-    The largest sum is first and equals `max_in_flight`. Raises as `max_in_flight`.
+    The largest sum is first and, except in searched schedules, equals `max_in_flight`. Raises as `max_in_flight`.
     """
-    row = _schedule_spec(name, pp, microbatches, chunks).actions(rank, pp, microbatches, chunks)
+    row = _schedule_spec(name, pp, microbatches, chunks, order).actions(rank, pp, microbatches, chunks)
     kept, profiles = [0] * chunks, {(0,) * chunks}
-    trained = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
+    trained = {(a.chunk, a.microbatch) for a in row if a.ends_backward}
     for action, following in zip_longest(row, row[1:]):
         if (action.chunk, action.microbatch) in trained:
-            kept[action.chunk // pp] += 1 if action.kind == "F" else -1
+            kept[action.chunk // pp] += (action.kind == "F") - action.ends_backward
             # Any other moment is dominated by the one before or after.
-            if action.kind == "F" and (following is None or following.kind == "B"):
+            if action.kind == "F" and (following is None or following.kind != "F"):
                 profiles.add(tuple(kept))
     dominant: list[tuple[int, ...]] = []
     # What dominates a profile has a larger sum, so it comes before.
@@ -204,14 +227,28 @@ def in_flight_profiles(
     return tuple(dominant)
 
 
-def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int) -> ScheduleSpec:
-    if name not in SCHEDULES:
-        hint = suggest(name.lower(), SCHEDULES)
-        raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(SCHEDULES)}.{hint}")
+def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int, order: ListOrder | None) -> ScheduleSpec:
+    if name not in SCHEDULES and name != SEARCHED:
+        known = (*SCHEDULES, SEARCHED)
+        raise UsageError(
+            f"No schedule is named {name!r}. Known schedules: {', '.join(known)}.{suggest(name.lower(), known)}"
+        )
     for label, number in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UsageError(f"Schedule {name} with {label}={number}: {label} must be at least 1.")
+    if name == SEARCHED:
+        assert order is not None and len(order.forward) == pp * chunks, f"{order} for {pp} ranks of {chunks} chunks"
+        return searched(order)
     if chunks > 1 and not SCHEDULES[name].allows_chunks:
-        several = " or ".join(INTERLEAVED)
+        several = ", ".join(SEVERAL_CHUNKS)
         raise UsageError(f"Schedule {name} with chunks={chunks}: it has one chunk a rank. Use {several}, or chunks=1.")
     return SCHEDULES[name]
+
+
+def searched(order: ListOrder) -> ScheduleSpec:
+    """Functions of the schedule that list scheduling finds."""
+    return ScheduleSpec(
+        lambda rank, pp, microbatches, chunks: list_schedule(order, pp, microbatches)[rank],
+        lambda rank, pp, microbatches, chunks: min(order.max_in_flight[rank], chunks * microbatches),
+        allows_chunks=True,
+    )

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.schedule.actions import Action, Schedule, format_grid
+from autopar.schedule.actions import Action, ActionKind, Schedule, format_grid
 
 Node = TypeVar("Node", bound=Hashable)
+
+# By kind of action, the kind that runs before it on the same chunk and microbatch.
+AFTER_OWN: Mapping[ActionKind, ActionKind] = {"B": "F", "I": "F", "W": "I"}
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,25 @@ class Links:
 
     def before(self, action: Action) -> tuple[Action, ...]:
         """Actions of other chunks whose activation or gradient ``action`` receives."""
-        chunks = self.sources if action.kind == "F" else self.targets
-        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks[action.chunk])
+        return self._beside(action, self.sources, self.targets)
 
     def after(self, action: Action) -> tuple[Action, ...]:
         """Actions of other chunks that receive the activation or gradient of ``action``."""
-        chunks = self.targets if action.kind == "F" else self.sources
-        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks[action.chunk])
+        return self._beside(action, self.targets, self.sources)
+
+    def _beside(
+        self, action: Action, forward: Sequence[tuple[int, ...]], backward: Sequence[tuple[int, ...]]
+    ) -> tuple[Action, ...]:
+        if action.kind == "W":  # exchanges nothing
+            return ()
+        chunks = (forward if action.kind == "F" else backward)[action.chunk]
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """All actions that must run before ``action``; for a backward, also the forward of its own chunk."""
-        own = (Action("F", action.chunk, action.microbatch),) if action.kind == "B" else ()
+        """All actions that must run before ``action``, those of its own chunk too: for a backward its forward, for the
+        gradients of weights those of the inputs."""
+        earlier = AFTER_OWN.get(action.kind)
+        own = () if earlier is None else (Action(earlier, action.chunk, action.microbatch),)
         return own + self.before(action)
 
 

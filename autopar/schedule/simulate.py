@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.schedule.actions import Action, Schedule
+from autopar.ir.plan_parts import SPLIT, ListOrder
+from autopar.schedule.actions import Action, ActionKind, Schedule, is_split
 from autopar.schedule.check import in_flight_counts
 from autopar.schedule.fast_step_time import pipeline_seconds
 from autopar.schedule.generate import generate
@@ -23,6 +24,7 @@ def simulate(
     backward_seconds: Sequence[float],
     transfers: Mapping[tuple[int, int], float] | None = None,
     sizes: Sequence[float] | None = None,
+    wgrad_seconds: Sequence[float] | None = None,
 ) -> Timeline:
     """The step in which every action starts as soon as its rank is free and its tensors have arrived.
 
@@ -33,6 +35,8 @@ def simulate(
         transfers: from (chunk, chunk) to second: (src, dst) with src < dst for an activation, (dst, src) for its
             gradient; 0 where absent. Consecutive chunks always depend on each other, others where (src, dst) is here.
         sizes: per microbatch, a factor on the time of its actions and transfers (a ragged last one is < 1).
+        wgrad_seconds: per chunk, the part of ``backward_seconds`` that computes gradients of weights, second; read
+            where the schedule splits backwards.
     Raises:
         ScheduleError: the schedule comes to a halt (`check` proves much more and should run first).
         UsageError: durations, transfers or sizes do not fit the schedule or are negative.
@@ -44,7 +48,7 @@ def simulate(
     num_chunks = len(forward_seconds)
     edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
     _validate(schedule, forward_seconds, backward_seconds, transfers, factors, num_microbatches, edges)
-    durations = [*forward_seconds, *backward_seconds]
+    durations = action_seconds(forward_seconds, backward_seconds, wgrad_seconds if is_split(schedule) else None)
     actions = in_run_order(schedule, edges, num_chunks)
     spans: list[Span] = []
     run_actions(actions, len(schedule), durations, sources(edges, transfers, num_chunks), factors, spans)
@@ -55,44 +59,68 @@ def simulate(
     return Timeline(tuple(spans), tuple(busy), tuple(max(in_flight_counts(row), default=0) for row in schedule))
 
 
+def action_seconds(
+    forward_seconds: Sequence[float], backward_seconds: Sequence[float], wgrad_seconds: Sequence[float] | None
+) -> list[float]:
+    """Seconds by `TimedAction.duration`: of whole backwards without ``wgrad_seconds``, which then take no time."""
+    wgrad = [0.0] * len(backward_seconds) if wgrad_seconds is None else wgrad_seconds
+    return [*forward_seconds, *(b - w for b, w in zip(backward_seconds, wgrad, strict=True)), *wgrad]
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A generated schedule: arguments of `autopar.schedule.generate.generate` except for the microbatches."""
+
+    schedule: str
+    pp: int
+    chunks: int = 1
+    order: ListOrder | None = None
+
+    @property
+    def is_split(self) -> bool:
+        return self.schedule in SPLIT
+
+
 def scheduled_seconds(
-    schedule: str,
-    pp: int,
+    pipeline: Pipelined,
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     transfers: Mapping[tuple[int, int], float],
     sizes: Sequence[float],
+    wgrad_seconds: Sequence[float],
 ) -> float:
     """As `replayed_seconds`, in the fastest way; with one chunk per rank all schedules except GPipe are 1F1B."""
-    if len(forward_seconds) > pp:
-        return replayed_seconds(schedule, pp, forward_seconds, backward_seconds, transfers, sizes)
+    schedule = pipeline.schedule
+    if pipeline.chunks > 1 or pipeline.is_split:
+        return replayed_seconds(pipeline, forward_seconds, backward_seconds, transfers, sizes, wgrad_seconds)
     name = "gpipe" if schedule == "gpipe" else "1f1b"
     return pipeline_seconds(name, forward_seconds, backward_seconds, transfers, sizes)
 
 
 def replayed_seconds(
-    schedule: str,
-    pp: int,
+    pipeline: Pipelined,
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     transfers: Mapping[tuple[int, int], float],
     sizes: Sequence[float],
+    wgrad_seconds: Sequence[float],
 ) -> float:
-    """The ``step_seconds`` of `simulate` for ``generate(schedule, pp, …)``, whose order of actions is cached."""
-    actions, received = generated_actions(schedule, pp, len(forward_seconds), transfers, len(sizes))
-    return run_actions(actions, pp, [*forward_seconds, *backward_seconds], received, sizes)
+    """The ``step_seconds`` of `simulate` for a generated schedule, whose order of actions is cached."""
+    actions, received = generated_actions(pipeline, transfers, len(sizes))
+    wgrad = wgrad_seconds if pipeline.is_split else None
+    return run_actions(actions, pipeline.pp, action_seconds(forward_seconds, backward_seconds, wgrad), received, sizes)
 
 
 def generated_actions(
-    schedule: str, pp: int, num_chunks: int, transfers: Mapping[tuple[int, int], float], microbatches: int
+    pipeline: Pipelined, transfers: Mapping[tuple[int, int], float], microbatches: int
 ) -> tuple[Sequence[TimedAction], Sources]:
     """The actions of a generated schedule in run order, and the transfers that each receives.
 
     Skips change no order: what a skip brings is made before what the chunks between bring.
     """
+    num_chunks = pipeline.pp * pipeline.chunks
     edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
-    actions = generated_in_run_order(schedule, pp, microbatches, num_chunks // pp)
-    return actions, sources(edges, transfers, num_chunks)
+    return generated_in_run_order(pipeline, microbatches), sources(edges, transfers, num_chunks)
 
 
 @dataclass(frozen=True)
@@ -103,7 +131,7 @@ class CriticalPath:
 
     Args:
         forward, backward: per chunk, how often its action is on the path, a ragged microbatch by its size.
-        transfers: the same for each (src, dst).
+        transfers: number for each (src, dst), counted alike.
     """
 
     forward: Sequence[float]
@@ -112,18 +140,18 @@ class CriticalPath:
 
 
 def critical_path(
-    schedule: str,
-    pp: int,
+    pipeline: Pipelined,
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     transfers: Mapping[tuple[int, int], float],
     sizes: Sequence[float],
 ) -> CriticalPath:
-    """The path of dependencies whose sum is `scheduled_seconds`."""
-    num_chunks = len(forward_seconds)
-    if num_chunks == pp and schedule != "gpipe":
-        schedule = "1f1b"
-    actions, received = generated_actions(schedule, pp, num_chunks, transfers, len(sizes))
+    """The path of dependencies whose sum is `scheduled_seconds`; of a schedule with whole backwards."""
+    assert not pipeline.is_split, f"{pipeline} has other paths"
+    num_chunks, pp = len(forward_seconds), pipeline.pp
+    if pipeline.chunks == 1 and pipeline.schedule != "gpipe":
+        pipeline = replace(pipeline, schedule="1f1b")
+    actions, received = generated_actions(pipeline, transfers, len(sizes))
     durations = [*forward_seconds, *backward_seconds]
     ends: dict[tuple[int, int], float] = {}
     waited: dict[tuple[int, int], tuple[int, int] | None] = {}  # the action that each begins after
@@ -151,9 +179,12 @@ def critical_path(
     return CriticalPath(counts[:num_chunks], counts[num_chunks:], sent)
 
 
+FIRST_DURATION: Mapping[ActionKind, int] = {"F": 0, "B": 1, "I": 1, "W": 2}  # in numbers of chunks
+
+
 class TimedAction(NamedTuple):
-    """An action of a rank; ``duration`` is the index of its time in [*forward seconds per chunk, *backward seconds per
-    chunk]."""
+    """An action of a rank; ``duration`` is the index of its time in `action_seconds`: of all chunks' forwards, then
+    their backwards or gradients of inputs, then their gradients of weights."""
 
     rank: int
     action: Action
@@ -167,7 +198,7 @@ Sources = Sequence[Sequence[tuple[int, float]]]
 
 def sources(edges: Collection[tuple[int, int]], transfers: Mapping[tuple[int, int], float], num_chunks: int) -> Sources:
     """The transfers that each action waits for."""
-    found: list[list[tuple[int, float]]] = [[] for _ in range(2 * num_chunks)]
+    found: list[list[tuple[int, float]]] = [[] for _ in range(3 * num_chunks)]
     for src, dst in edges:
         found[dst].append((src, transfers.get((src, dst), 0.0)))
         found[num_chunks + src].append((num_chunks + dst, transfers.get((dst, src), 0.0)))
@@ -202,10 +233,10 @@ def run_actions(
 
 
 @lru_cache(maxsize=256)
-def generated_in_run_order(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[TimedAction, ...]:
+def generated_in_run_order(pipeline: Pipelined, microbatches: int) -> tuple[TimedAction, ...]:
     """As `in_run_order`, for a generated schedule whose edges join consecutive chunks."""
-    num_chunks = pp * chunks
-    rows = generate(schedule, pp, microbatches, chunks)
+    pp, num_chunks = pipeline.pp, pipeline.pp * pipeline.chunks
+    rows = generate(pipeline.schedule, pp, microbatches, pipeline.chunks, pipeline.order)
     done = [[False] * microbatches for _ in range(2 * num_chunks)]
     found: list[TimedAction] = []
     waiting: dict[tuple[int, int], int] = {}  # rank that waits for a duration of a microbatch
@@ -215,9 +246,13 @@ def generated_in_run_order(schedule: str, pp: int, microbatches: int, chunks: in
         row, at = rows[rank], place[rank]
         while at < len(row):
             action = row[at]
-            microbatch, is_forward = action.microbatch, action.kind == "F"
-            other = action.chunk - 1 if is_forward else action.chunk + 1
-            first = 0 if is_forward else num_chunks
+            microbatch, kind = action.microbatch, action.kind
+            if kind == "W":
+                found.append(TimedAction(rank, action, microbatch, 2 * num_chunks + action.chunk))
+                at += 1
+                continue
+            other = action.chunk - 1 if kind == "F" else action.chunk + 1
+            first = 0 if kind == "F" else num_chunks
             if 0 <= other < num_chunks and not done[first + other][microbatch]:
                 waiting[first + other, microbatch] = rank
                 break
@@ -227,7 +262,7 @@ def generated_in_run_order(schedule: str, pp: int, microbatches: int, chunks: in
             if (waiter := waiting.pop((first + action.chunk, microbatch), None)) is not None:
                 ready.append(waiter)
         place[rank] = at
-    assert not waiting, f"{schedule} with {pp} ranks, {microbatches} microbatches, {chunks} chunks comes to a halt"
+    assert not waiting, f"{pipeline} with {microbatches} microbatches comes to a halt"
     return tuple(found)
 
 
@@ -238,7 +273,7 @@ def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chu
         ScheduleError: the ranks wait for each other, or for an action that no rank has.
     """
     return tuple(
-        TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * (action.kind == "B"))
+        TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * FIRST_DURATION[action.kind])
         for rank, action in run_order(schedule, Links.of(edges, num_chunks))
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from autopar.ir.program import Program
 from autopar.ops.alignment import is_aligned
 from autopar.ops.regions import writes_into_value
 from autopar.ops.registry import differentiable_inputs, named_arguments, operand_of, signature
+from autopar.ops.wgrad_accumulation import takes_products
 from autopar.sharding.fuse_linear import is_layer
 
 MainGradLookup = Callable[[str], Tensor | None]  # key of a weight's main gradient, by the weight's name
@@ -32,23 +34,10 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
     key, is a contiguous matrix of a dtype that the GEMM supports. Layers that `fuse_async_tp` fuses with a collective
     are left, and those whose rows tensor cores cannot load: torch.compile pads these for its own products.
     """
-    if program.mode != "train":
-        return program, {}
-    readers = Counter(name for op in program.ops for name in op.reads)
-    unfused = {op.name for op in fuse_async_tp(program.ops, program.results) if is_layer(op)}
-    taken = {*readers, *(value.name for value in program.values)}
-    layers: dict[str, tuple[Ref, Ref, object]] = {}  # input, weight and bias
-    for op in program.ops:
-        if op.name not in unfused or not is_layer(op):
-            continue
-        given = named_arguments(op)
-        x, weight = given["input"], given["weight"]
-        if not isinstance(x, Ref) or not isinstance(weight, Ref):
-            continue
-        if readers[weight.name] == 1 and weight.name not in program.results:
-            layers[op.name] = x, weight, given["bias"]
+    layers = linear_layers(program) if program.mode == "train" else {}
     if not layers:
         return program, {}
+    taken = {*(name for op in program.ops for name in op.reads), *(value.name for value in program.values)}
     needed = with_needed_gradient(program)
     used: dict[str, Tensor] = {}
     shapes = {weight.name: weight.shape for weight in program.weights}
@@ -58,8 +47,7 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
             return op
         x, weight, bias = layers[op.name]
         total = sums(weight.name) if x.name in needed else None
-        low = getattr(torch, op.outputs[0].dtype)
-        if total is None or total.ndim != 2 or total.dtype not in (torch.float32, low) or not total.is_contiguous():
+        if total is None or not takes_products(total, getattr(torch, op.outputs[0].dtype)):
             return op
         if not all(is_aligned(size, op.outputs[0].dtype) for size in shapes[weight.name]):
             return op
@@ -69,6 +57,23 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
         return replace(op, target="autopar.linear_wgrad_fused.default", args=(x, weight, bias, Ref(name)), kwargs=())
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
+
+
+def linear_layers(program: Program) -> Mapping[str, tuple[Ref, Ref, Any]]:
+    """Input, weight and bias of the linear layers, by the operation's name, as far as nothing else reads the weight and
+    no collective is fused with the layer."""
+    readers = Counter(name for op in program.ops for name in op.reads)
+    layers: dict[str, tuple[Ref, Ref, Any]] = {}
+    for op in fuse_async_tp(program.ops, program.results):
+        if not is_layer(op):
+            continue
+        given = named_arguments(op)
+        x, weight = given["input"], given["weight"]
+        if not isinstance(x, Ref) or not isinstance(weight, Ref):
+            continue
+        if readers[weight.name] == 1 and weight.name not in program.results:
+            layers[op.name] = x, weight, given["bias"]
+    return layers
 
 
 def with_needed_gradient(program: Program) -> Set[str]:

@@ -104,6 +104,8 @@ def sum_group(members: OpGroup, costs: list[OpCost], saved_bytes: int) -> Group:
         forward_collective_seconds=sum(c.forward_seconds for c in collectives),
         backward_collective_seconds=sum(c.backward_seconds for c in collectives),
         symmetric_buffer_bytes=max((c.symmetric_buffer_bytes for c in collectives), default=0),
+        wgrad_seconds=sum(c.wgrad_seconds for c in costs),
+        deferred_bytes=sum(c.deferred_bytes for c in costs),
     )
 
 

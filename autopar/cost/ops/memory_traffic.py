@@ -13,6 +13,7 @@ from autopar.cost.ops.op_stats import OpStats
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ir.hardware import Hardware
 from autopar.ops.alignment import is_aligned
+from autopar.ops.padded_convolution import CONVOLUTIONS
 from autopar.ops.registry import CHANNEL_NORMS, named_arguments
 from autopar.sharding.fuse_linear import is_layer
 
@@ -72,6 +73,18 @@ def grad_accumulation_bytes(
             stored = DTYPE_BYTES[weight.stored_dtype]
             moved += elements * (stored if name in fused else 2 * stored + DTYPE_BYTES[weight.dtype])
     return moved
+
+
+def splittable_layers(graph: Graph) -> frozenset[str]:
+    """Linear layers and convolutions whose trained weight has a single reader: a split backward leaves its gradient.
+
+    Error: layers that are fused with a collective, and those that compiled programs replace by other kernels, are
+        counted, though they stay whole (`autopar.codegen.fusions.split_backward`).
+    """
+    reads = Counter(name for op in graph.ops for name in op.reads)
+    trained = {weight.name for weight in graph.weights if weight.requires_grad}
+    layers = (op for op in graph.ops if is_layer(op) or op.target in CONVOLUTIONS)
+    return frozenset(op.name for op in layers if op.reads[1] in trained and reads[op.reads[1]] == 1)
 
 
 def fused_wgrad_weights(graph: Graph, hardware: Hardware) -> frozenset[str]:

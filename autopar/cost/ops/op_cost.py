@@ -17,6 +17,7 @@ from autopar.cost.ops.memory_traffic import (
     forward_reread_bytes,
     fused_wgrad_weights,
     grad_accumulation_bytes,
+    splittable_layers,
 )
 from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, has_fused_kernel, storage_names
 from autopar.cost.ops.unfused_attention import unfused_attention_seconds
@@ -55,7 +56,8 @@ class OpCost:
 
     ``flops`` are the forward's. ``transient_bytes`` are alive while the operation runs and are not among the tensors
     that are saved by then; a collective's input and output both count. ``extra_traffic_seconds`` are part of
-    ``backward_seconds``: second passes over memory and the accumulation into main gradients.
+    ``backward_seconds``: second passes over memory and the accumulation into main gradients. ``wgrad_seconds`` are the
+    part of a weight's gradient that a split backward leaves for later, and ``deferred_bytes`` what it keeps for it.
     """
 
     forward_seconds: float
@@ -64,6 +66,8 @@ class OpCost:
     transient_bytes: int
     symmetric_buffer_bytes: int = 0
     extra_traffic_seconds: float = 0.0
+    wgrad_seconds: float = 0.0
+    deferred_bytes: int = 0
 
     def scaled_by(self, factor: Factor) -> OpCost:
         """The cost with its seconds multiplied by a measured factor."""
@@ -72,6 +76,7 @@ class OpCost:
             forward_seconds=self.forward_seconds * factor.forward,
             backward_seconds=self.backward_seconds * factor.backward,
             extra_traffic_seconds=self.extra_traffic_seconds * factor.backward,
+            wgrad_seconds=self.wgrad_seconds * factor.backward,
         )
 
 
@@ -119,6 +124,11 @@ class Pricing:
         return fused_wgrad_weights(self.graph, self.hardware)
 
     @cached_property
+    def splittable(self) -> frozenset[str]:
+        """Operations whose weight's gradient a split backward leaves for later."""
+        return splittable_layers(self.graph)
+
+    @cached_property
     def storage(self) -> Mapping[str, str]:
         """Name of the value, input or weight whose memory each view shares."""
         return storage_names(self.graph, self.stats)
@@ -144,7 +154,8 @@ class Pricing:
             sources = tuple((stored.get(name), name in fed, name in wgrad, name in saved) for name in op.reads)
             outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
             # Equal operations share one OpStats object.
-            key = (id(self.stats.ops[op.name]), op.name in fed, sources, outputs, self.stats.traffic.get(op.name))
+            traits = op.name in fed, op.name in self.splittable, self.stats.traffic.get(op.name)
+            key = id(self.stats.ops[op.name]), sources, outputs, traits
             found[op.name] = numbers.setdefault(key, len(numbers))
         return found
 
@@ -263,7 +274,7 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     output_grads = sum(kernel_bytes(v.name) for v in op.outputs if v.requires_grad)
     input_grads = sum(kernel_bytes(op.reads[i]) for i in stats.gradients)
     saved = pricing.scaled(stats.saved_bytes, op.name) / parts + sum(map(num_bytes, stats.saved_names(op)))
-    backward = extra_traffic = 0.0
+    backward = extra_traffic = wgrad = 0.0
     if stats.gradients:
         reads = products if kind in ("matmul", "convolution") else 1  # each product reads the gradient of the result
         moved = reads * output_grads + input_grads + saved
@@ -273,6 +284,8 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
         extra_traffic = hardware.traffic_seconds(
             grad_accumulation_bytes(op, stats, pricing.graph, pricing.fused_wgrad_weights, num_bytes)
         )
+        if op.name in pricing.splittable:
+            wgrad = backward / products + extra_traffic
         sums = sums_over_samples(op, pricing, kind, products)
         if again := backward_reread_bytes(op, stats, sums, num_bytes, on_gpu):
             is_fused = fused is not None
@@ -296,7 +309,16 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     unsaved = sum(kernel_bytes(name) for name in around if name not in pricing.saved_until[op.name])
     forward_set = round(unsaved) if stats.moves_data else 0
     working_set = max(forward_set, round(output_grads + input_grads) if stats.gradients else 0)
-    return OpCost(forward, backward + extra_traffic, flops, working_set, extra_traffic_seconds=extra_traffic)
+    deferred = round(num_bytes(op.reads[0]) + num_bytes(op.outputs[0].name)) if wgrad else 0
+    return OpCost(
+        forward,
+        backward + extra_traffic,
+        flops,
+        working_set,
+        extra_traffic_seconds=extra_traffic,
+        wgrad_seconds=wgrad,
+        deferred_bytes=deferred,
+    )
 
 
 def measured_factors(pricing: Pricing, measured: MeasuredRegions) -> Factors:

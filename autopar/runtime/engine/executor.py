@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from autopar.ir.program import Edge, Program
 from autopar.ir.pytree import tree_map, unflatten
 from autopar.runtime.comm.protocols import FlagChannel, MessageBytes, RecvHandle, SendHandle, Transport
 from autopar.runtime.engine.batch_loss import BatchLoss
+from autopar.runtime.engine.deferred_wgrads import Captured, DeferredWgrads
 from autopar.runtime.engine.edges import (
     channel_index,
     distinct_values,
@@ -43,10 +44,17 @@ FLAGS_INDEX = MAX_TENSORS_PER_PAIR - 1  # index of the flags in tags, after all 
 
 @dataclass(frozen=True)
 class ChunkModule:
-    """A program and its module, for microbatches of one shape."""
+    """A program and its module, for microbatches of one shape; ``wgrads`` of a split backward."""
 
     program: Program
     module: nn.Module
+    wgrads: DeferredWgrads | None = None
+
+    def gradients_of(self, action: Action) -> list[str]:
+        """Names of the weights whose gradients an action computes, in the program's order."""
+        deferred = self.wgrads.names if self.wgrads is not None and action.kind != "B" else frozenset()
+        names = [weight.name for weight in self.program.weights]
+        return [] if action.kind == "F" else [name for name in names if (name in deferred) == (action.kind == "W")]
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,15 @@ class StepTensors:
 
     losses: list[torch.Tensor | None]
     outputs: list[list[Any]]
+
+
+class SavedForward(NamedTuple):
+    """What a forward leaves for its backward: received tensors with gradients, gradient edges of results, and the list
+    that the backward fills for `DeferredWgrads`."""
+
+    inputs: list[torch.Tensor]
+    edges: list[Any]
+    captured: Captured
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,8 @@ class BoundStep:
         self.loss_fn, self.batch_loss = loss_fn, batch_loss
         self.training = training
         self.data = NO_DATA
-        self.saved: dict[Action, Any] = {}  # inputs and gradient edges, by forward action
+        self.saved: dict[Action, SavedForward] = {}  # by forward action
+        self.captured: dict[Action, Captured] = {}  # tensors for gradients of weights, by the action that computes them
         self.results = self.no_results(len(chunks))
         self.current_action: Action | None = None
         self.computing = False
@@ -192,7 +210,7 @@ class BoundStep:
         self.data, self.keep_outputs = data, keep_outputs
         self.results = self.no_results(len(self.chunks))
         self.marks = []
-        for state in (self.sent, self.saved, self.local_tensors):  # of a step that raised
+        for state in (self.sent, self.saved, self.captured, self.local_tensors):  # of a step that raised
             state.clear()
         if self.batch_loss is not None:
             self.batch_loss.clear()
@@ -204,7 +222,7 @@ class BoundStep:
                 following = self.bound_actions[k + 1].post_receives() if early and k < last else None
                 received = [receive() for receive in posted]
                 self.release_sends(bound.releases)
-                if before_backward is not None and bound.action.kind == "B":
+                if before_backward is not None and bound.action.kind != "F":
                     before_backward(bound.reaches, bound.completes)
                 self.computing, start = True, self.stopwatch.mark()
                 bound.compute(received)
@@ -224,6 +242,8 @@ class BoundStep:
         incoming: dict[tuple[int, int], int] = {}
         outgoing: dict[tuple[int, int], int] = {}
         for action in actions:
+            if action.kind == "W":
+                continue
             program, forward = self.program_of(action), action.kind == "F"
             received, sent = (program.receives, program.sends) if forward else (program.sends, program.receives)
             for edges, sizes, is_incoming in ((received, incoming, True), (sent, outgoing, False)):
@@ -308,12 +328,16 @@ class BoundStep:
 
     def producers(self, action: Action) -> tuple[Action, ...]:
         """Actions of other chunks whose tensors an action of this rank reads."""
+        if action.kind == "W":
+            return ()
         program = self.program_of(action)
         chunks = {e.src for e in program.receives} if action.kind == "F" else {e.dst for e in program.sends}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
     def consumers(self, action: Action) -> tuple[Action, ...]:
         """Actions of other chunks that read the tensors of an action of this rank."""
+        if action.kind == "W":
+            return ()
         program = self.program_of(action)
         chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
@@ -322,7 +346,7 @@ class BoundStep:
         """This rank's actions, in order."""
         actions = schedule[self.position]
         lifetimes = send_lifetimes(self.position, schedule, self.producers, self.consumers)
-        last_backward = {weight.name: a for a in actions if a.kind == "B" for weight in self.program_of(a).weights}
+        last_backward = {name: action for action in actions for name in self.chunk_for(action).gradients_of(action)}
         completes: dict[Action, tuple[str, ...]] = {}
         for name, action in last_backward.items():
             completes[action] = (*completes.get(action, ()), name)
@@ -335,10 +359,12 @@ class BoundStep:
         chunk = self.chunk_for(action)
         if action.kind == "F":
             receives, compute = self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
+        elif action.kind == "W":
+            receives, compute = list, self.bind_wgrads(chunk, action)
         else:
             receives = self.bind_gradients(chunk.program, action)
             compute = self.bind_backward(chunk.program, action)
-        reaches = frozenset(weight.name for weight in chunk.program.weights)
+        reaches = frozenset(chunk.gradients_of(action))
         return BoundAction(action, receives, compute, reaches, completes, releases)
 
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[RecvHandle]]:
@@ -392,8 +418,9 @@ class BoundStep:
             if self.training:
                 for tensor, needs_grad in zip(received, tracked, strict=True):
                     tensor.requires_grad_(needs_grad)
+            slots, captured = chunk.wgrads.open_slots() if chunk.wgrads is not None else ((), [])
             with self.saving():
-                results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
+                results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received, *slots)
             for k, check, order, src, dst, tag in sends:
                 check(results[k])
                 self.send(results[k].detach().permute(order), src, dst, tag)
@@ -402,7 +429,8 @@ class BoundStep:
             if program.out_spec is not None:
                 self.finish_microbatch(program, results, place, edges, i)
             if self.training:
-                self.saved[action] = ([t for t, needs_grad in zip(received, tracked, strict=True) if needs_grad], edges)
+                inputs_with_grad = [t for t, needs_grad in zip(received, tracked, strict=True) if needs_grad]
+                self.saved[action] = SavedForward(inputs_with_grad, edges, captured)
 
         return forward
 
@@ -457,7 +485,7 @@ class BoundStep:
         ]
 
         def backward(received: list[torch.Tensor]) -> None:
-            inputs, edges = self.saved.pop(forward)
+            inputs, edges, captured = self.saved.pop(forward)
             gradients: dict[int, torch.Tensor] = {}
             exists = {p: iter(flags.tolist()) for p, flags in zip(peers, received[len(readers) :], strict=True)}
             for (k, order, dst), tensor in zip(readers, received):
@@ -471,6 +499,8 @@ class BoundStep:
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
             self.after_backward()
+            if action.kind == "I":
+                self.captured[replace(action, kind="W")] = captured
             # A missing gradient travels as zeros. Its flag keeps the receiver from using them: with a gradient of zeros
             # weight decay would change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}
@@ -483,3 +513,14 @@ class BoundStep:
                 self.send_flags(exists_for_dst, stage, dst, self.tag(FLAGS_INDEX, i, stage, dst))
 
         return backward
+
+    def bind_wgrads(self, chunk: ChunkModule, action: Action) -> Callable[[list[torch.Tensor]], None]:
+        """Compute the gradients of weights that the chunk's backward has left."""
+
+        def compute(received: list[torch.Tensor]) -> None:
+            captured = self.captured.pop(action)
+            if chunk.wgrads is not None:
+                chunk.wgrads.compute(captured)
+            self.after_backward()
+
+        return compute

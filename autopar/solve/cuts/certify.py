@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from autopar.ir.microbatches import microbatch_factors
-from autopar.schedule.simulate import critical_path
+from autopar.schedule.simulate import Pipelined, critical_path
 from autopar.solve.backend import SolverName, value_of
 from autopar.solve.cuts.buffers import incoming_bytes
 from autopar.solve.cuts.evaluate import floor_seconds, fullest_bytes, objective_seconds, rank_costs, stage_costs
@@ -196,7 +196,11 @@ class Search:
     ) -> Numbers:
         """Weights of the critical path under the given durations."""
         problem = self.problem
-        path = critical_path(problem.schedule, problem.pp, forward, backward, transfers, self.sizes)
+        if problem.is_split:
+            return self.busiest_rank(forward, backward, transfers)
+        path = critical_path(
+            Pipelined(problem.schedule, problem.pp, problem.chunks), forward, backward, transfers, self.sizes
+        )
         weights: dict[tuple[int, Quantity], float] = {}
         for s in range(problem.stages):
             weights[s, Quantity.FORWARD], weights[s, Quantity.BACKWARD] = path.forward[s], path.backward[s]
@@ -206,6 +210,31 @@ class Search:
                 weights[s, Quantity.SENT] = path.transfers.get((s, s + 1), 0.0)
                 weights[s, Quantity.RETURNED] = path.transfers.get((s + 1, s), 0.0)
         return weights
+
+    def busiest_rank(
+        self, forward: Sequence[float], backward: Sequence[float], transfers: dict[tuple[int, int], float]
+    ) -> Numbers:
+        """Weights of a bound that holds in any order of split backwards: the rank that is busy longest, after the first
+        microbatch has passed the stages before its first one."""
+        problem, first, total = self.problem, self.sizes[0], sum(self.sizes)
+        rows = list[dict[tuple[int, Quantity], float]]()
+        for position in range(problem.pp):
+            row = dict[tuple[int, Quantity], float]()
+            for s in range(position):
+                row[s, Quantity.FORWARD], row[s, Quantity.SENT] = first, first
+            for s in problem.stages_at(position):
+                row[s, Quantity.FORWARD] = row.get((s, Quantity.FORWARD), 0.0) + total
+                row[s, Quantity.BACKWARD] = total
+                if problem.may_recompute:
+                    row[s, Quantity.AGAIN] = total
+            rows.append(row)
+
+        def seconds(row: Numbers) -> float:
+            known = {Quantity.FORWARD: forward, Quantity.BACKWARD: backward}
+            sent = {Quantity.SENT: [transfers.get((s, s + 1), 0.0) for s in range(problem.stages)]}
+            return sum(w * (known | sent)[q][s] for (s, q), w in row.items() if q is not Quantity.AGAIN)
+
+        return max(rows, key=seconds)
 
     def tail(self, position: int, reduce: bool = False, gather: bool = False) -> Numbers:
         """Weights of the seconds after the pipeline.

@@ -24,7 +24,8 @@ class StageCost:
     step. ``weight_bytes`` includes optimizer state and gradients, except for gradients that the step's only backward
     allocates: these are in ``transient_bytes``. ``buffer_bytes`` are a step's inputs and symmetric buffers.
     ``num_buckets`` counts the gradient buckets that replicas reduce. The stage's segments with a number below
-    ``recomputed_below`` recompute, which takes ``recompute_seconds`` of the backward.
+    ``recomputed_below`` recompute, which takes ``recompute_seconds`` of the backward. ``wgrad_seconds`` of it a split
+    backward leaves for later.
     """
 
     forward_seconds: float
@@ -44,6 +45,7 @@ class StageCost:
     in_flight: int
     recomputed_below: int = 0
     recompute_seconds: float = 0.0
+    wgrad_seconds: float = 0.0
     sent_bytes: int = 0
     buffer_bytes: int = 0
 
@@ -324,6 +326,7 @@ def make_interval_cost(problem: CutProblem, stage: int, begin: int, end: int, nu
         in_flight=problem.in_flight[stage],
         recomputed_below=problem.cost.recomputed_below,
         recompute_seconds=float(of.recompute_seconds[at]),
+        wgrad_seconds=float(of.wgrad_seconds[at]),
     )
 
 
@@ -371,13 +374,17 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
             collective_seconds=sum(cost.groups[g].collective_seconds for g in members[s]),
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
-            saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
+            saved_bytes=max(
+                sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
+                sum(cost.groups[g].deferred_bytes for g in members[s]) * problem.is_split,
+            ),
             received_bytes=problem.kept_received * forward[s - 1] if s else 0,
             sent_bytes=sent[s],
             buffer_bytes=buffers[s],
             in_flight=problem.in_flight[s],
             recomputed_below=cost.recomputed_below,
             recompute_seconds=sum(cost.groups[g].recompute_seconds for g in members[s]),
+            wgrad_seconds=sum(cost.groups[g].wgrad_seconds for g in members[s]),
             **weight_costs(problem, members[s], held[s]),
         )
         for s in stages

@@ -112,6 +112,10 @@ class Intervals:
         return self.group_sums("backward_seconds")
 
     @cached_property
+    def wgrad_seconds(self) -> Sums:
+        return self.group_sums("wgrad_seconds")
+
+    @cached_property
     def recompute_seconds(self) -> Sums:
         return self.group_sums("recompute_seconds")
 
@@ -138,6 +142,10 @@ class Intervals:
 
     @cached_property
     def saved_bytes(self) -> Matrix:
+        """Bytes that a microbatch keeps. Where backwards are split, those after the first half count if they are more.
+
+        Error: they count from the forward on.
+        """
         cost = self.problem.cost
 
         def received_too() -> Matrix:
@@ -145,7 +153,8 @@ class Intervals:
             again = ((edge.num_bytes, [g for g in edge.saved_by if g > edge.producer]) for edge in saving)
             return interval_sums(len(cost.groups), again, [edge.producer for edge in saving])
 
-        return self.all_saved_bytes - cost.remember_for(("edges",), "received too", received_too)
+        saved = self.all_saved_bytes - cost.remember_for(("edges",), "received too", received_too)
+        return np.maximum(saved, self.group_sums("deferred_bytes").matrix) if self.problem.is_split else saved
 
     @cached_property
     def working(self) -> WorkingSets:

@@ -105,8 +105,8 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     if busy_seconds(setting, problem, units) * (1 - ROUNDING) >= ceiling:
         return float("inf")
     intervals, at = intervals_of(problem), ends_and_begins(problem, units)
-    forward, backward = intervals.forward_seconds[at].tolist(), intervals.backward_seconds[at].tolist()
-    pipeline = pipeline_seconds(setting, problem, units, forward, backward)
+    passes = (intervals.forward_seconds, intervals.backward_seconds, intervals.wgrad_seconds)
+    pipeline = pipeline_seconds(setting, problem, units, *(seconds[at].tolist() for seconds in passes))
     # Sums over intervals count weights twice that stages of a rank share.
     update = update_floor_seconds(problem, units) if is_contiguous(problem, units) else 0.0
     if (pipeline + update) * (1 - ROUNDING) >= ceiling:
@@ -121,14 +121,16 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
 
 def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:
     """A lower bound of the simulated step of contiguous cuts: an even share of the update after the rank that is busy
-    longest, with the forwards before its first one and the backwards after its last one. Nothing is recomputed."""
+    longest, with the forwards before its first one and, if they are whole, the backwards after its last one. Nothing is
+    recomputed."""
     intervals, at = intervals_of(problem), ends_and_begins(problem, stage_of)
     forward, backward = intervals.forward_seconds[at], intervals.backward_seconds[at]
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     weights = problem.cost.weights
     update = problem.cost.remember("update", lambda: sum(w.optimizer_seconds + w.contention_seconds for w in weights))
     busy = sum(sizes) * by_rank(problem, forward + backward)
-    busy[1:] += (sizes[0] * forward + sizes[-1] * backward)[: problem.pp - 1].cumsum()
+    around = sizes[0] * forward + (0.0 if problem.is_split else sizes[-1] * backward)
+    busy[1:] += around[: problem.pp - 1].cumsum()
     return float(busy.max()) + update / problem.pp
 
 

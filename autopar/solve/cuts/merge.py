@@ -151,6 +151,8 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         recompute_seconds=sum(g.recompute_seconds for g in groups),
         forward_exchange_seconds=sum(g.forward_exchange_seconds for g in groups),
         backward_exchange_seconds=sum(g.backward_exchange_seconds for g in groups),
+        wgrad_seconds=sum(g.wgrad_seconds for g in groups),
+        deferred_bytes=sum(g.deferred_bytes for g in groups),
     )
 
 

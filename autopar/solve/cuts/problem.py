@@ -15,6 +15,7 @@ from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import (
+    SPLIT,
     Balance,
     BlockSharding,
     Recompute,
@@ -141,7 +142,7 @@ class CutProblem:
     @cached_property
     def interval_key(self) -> tuple[Hashable, ...]:
         """Key of the costs of intervals of one cost graph; see `intervals.intervals_of`."""
-        return self.has_buckets, self.gradients_come, self.microbatches > 1, self.kept_received
+        return self.has_buckets, self.gradients_come, self.microbatches > 1, self.kept_received, self.is_split
 
     @cached_property
     def stage_costs(self) -> dict[tuple[Hashable, ...], Any]:
@@ -171,6 +172,11 @@ class CutProblem:
     @cached_property
     def _recomputing(self) -> dict[int, CutProblem]:
         return {}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards leave the gradients of weights for later."""
+        return self.schedule in SPLIT
 
     @property
     def pp(self) -> int:

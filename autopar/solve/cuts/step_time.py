@@ -13,8 +13,8 @@ from autopar.ir.hardware import Hardware, ring_share
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.network import CollectiveKind, Network
-from autopar.ir.plan_parts import ModelInfo, ZeroStage
-from autopar.schedule.simulate import scheduled_seconds
+from autopar.ir.plan_parts import ListOrder, ModelInfo, ZeroStage
+from autopar.schedule.simulate import Pipelined, scheduled_seconds
 from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, own_peak_costs, rank_costs
 from autopar.solve.cuts.intervals import leaving_edges
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
@@ -78,7 +78,7 @@ def step_time_of(
 ) -> StepTime:
     """As `step_time`, from the stages' costs."""
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
-    seconds = pipeline_seconds(setting, problem, stage_of, forward, backward)
+    seconds = pipeline_seconds(setting, problem, stage_of, forward, backward, [c.wgrad_seconds for c in costs])
     return with_update(setting, problem, stage_of, costs, seconds)
 
 
@@ -96,13 +96,59 @@ def with_update(
 
 
 def pipeline_seconds(
-    setting: Setting, problem: CutProblem, stage_of: Sequence[int], forward: Sequence[float], backward: Sequence[float]
+    setting: Setting,
+    problem: CutProblem,
+    stage_of: Sequence[int],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    wgrad: Sequence[float],
 ) -> float:
     """Seconds of the simulated pipeline, from the stages' seconds of a microbatch."""
-    sent = messages(problem, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
-    transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
-    return scheduled_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)
+    transfers = hop_seconds(setting, problem, stage_of)
+    order = list_order(problem, forward, backward, wgrad, transfers) if problem.schedule == "searched" else None
+    pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
+    return scheduled_seconds(pipeline, forward, backward, transfers, sizes, wgrad)
+
+
+def hop_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int, int], float]:
+    """Seconds of a microbatch's message by (source stage, destination stage)."""
+    sent = messages(problem, stage_of)
+    return {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
+
+
+def list_order(
+    problem: CutProblem,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    wgrad: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+) -> ListOrder:
+    """What list scheduling makes a searched schedule from: the stages' times, and the microbatches that ranks hold."""
+    hops = [seconds for (src, dst), seconds in transfers.items() if abs(src - dst) == 1]
+
+    def nanoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
+        return tuple(round(1e9 * max(0.0, s)) for s in seconds)
+
+    return ListOrder(
+        forward=nanoseconds(forward),
+        input_grad=nanoseconds([b - w for b, w in zip(backward, wgrad, strict=True)]),
+        wgrad=nanoseconds(wgrad),
+        hop=nanoseconds([max(hops, default=0.0)])[0],
+        max_in_flight=tuple(
+            max(problem.stages, sum(problem.in_flight[s] for s in problem.stages_at(p))) for p in range(problem.pp)
+        ),
+    )
+
+
+def order_of(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> ListOrder | None:
+    """The order of a searched schedule under some cuts; None under other schedules."""
+    if problem.schedule != "searched":
+        return None
+    costs = own_peak_costs(problem, stage_of)
+    forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
+    wgrad, hops = [c.wgrad_seconds for c in costs], hop_seconds(setting, problem, stage_of)
+    return list_order(problem, forward, backward, wgrad, hops)
 
 
 def messages(problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:

@@ -21,7 +21,7 @@ from autopar.ir.plan_parts import (
 )
 from autopar.solve.cuts.evaluate import rank_costs, stage_costs, stages_holding
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.cuts.step_time import Decision, Setting, messages, step_time, transfer_seconds
+from autopar.solve.cuts.step_time import Decision, Setting, messages, order_of, step_time, transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def make_plan(
         mesh=problem.mesh,
         schedule=problem.schedule,
         chunks=problem.chunks,
+        order=order_of(setting, problem, stage_of),
         microbatches=problem.microbatches,
         stages=tuple(
             Stage(
@@ -72,6 +73,7 @@ def make_plan(
                 memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes, c.buffer_bytes),
                 num_segments=len(problem.cost.segments_on(stage_of, s)),
                 recompute_seconds=c.recompute_seconds,
+                wgrad_seconds=c.wgrad_seconds,
             )
             for s, c in enumerate(costs)
         ),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import BYTES, plural, text
-from autopar.schedule.generate import in_flight_profiles, max_in_flight
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
 from autopar.solve.cuts.kept_blocks import kept_blocks
@@ -184,14 +183,9 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
     asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
-    in_flight = [max_in_flight(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp)]
-    profiles: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    if chunks > 1:
-        if point.stages > priced.cost.loss:  # more than groups: refused, while listing what they hold takes minutes
-            profiles = (((1,) * chunks,),) * mesh.pp
-        else:
-            profiles = tuple(in_flight_profiles(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
-        in_flight = [profiles[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
+    # More stages than groups are refused, while listing what they hold takes minutes.
+    profiles = (((1,) * chunks,),) * mesh.pp if point.stages > priced.cost.loss else point.in_flight
+    in_flight = [profiles[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,
         stages=point.stages,
@@ -207,7 +201,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         recompute=asked.recompute,
         schedule=schedule,
         chunks=chunks,
-        in_flight_profiles=profiles,
+        in_flight_profiles=profiles if chunks > 1 else (),
         peers=peers(setting, mesh, point.dp_shard),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,

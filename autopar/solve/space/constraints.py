@@ -14,7 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
 from autopar.ir.plan_constraints import PlanConstraints, check_whole
-from autopar.ir.plan_parts import INTERLEAVED
+from autopar.ir.plan_parts import OF_PIPELINES
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97
@@ -50,7 +50,7 @@ class Constraints(PlanConstraints):
             raise UsageError(
                 f"chunks={self.chunks} with {alone}, which is no pipeline. Use pp=2 or more, or leave chunks out."
             )
-        if self.schedule in INTERLEAVED and (alone := self.without_pipeline()):
+        if self.schedule in OF_PIPELINES and (alone := self.without_pipeline()):
             raise UsageError(
                 f"schedule={self.schedule!r} with {alone}, which is no pipeline. Use pp=2 or more, or leave schedule "
                 "out."

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from autopar.ir.cost_graph import CostGraph
-from autopar.schedule.generate import max_in_flight
 from autopar.solve.cuts.dynamic_programme import ROUNDING
 from autopar.solve.cuts.problem import Priced, slowest_count
 from autopar.solve.cuts.step_time import Setting
@@ -20,6 +19,9 @@ LEAST_OF_EQUAL = 0.9
 
 # Least share that a step has of `pipeline_floor` with fewer microbatches than twice the stages.
 LEAST_OF_FEW = 0.93
+
+# Least share of a microbatch's time that its forwards and gradients of inputs take, on one stage after the other.
+LEAST_WITHOUT_WGRAD = 0.5
 
 # Ranks of a pipeline from which slow stages are not taken to meet fast ones on every rank: no candidate on so many was
 # faster than if all stages took as long as the slowest one must.
@@ -107,6 +109,9 @@ def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest
         a rank is busy for an even share at least, and runs the largest group once per microbatch.
     """
     microbatches = num_microbatches(setting, point)
+    if point.pipeline.is_split:
+        passes = max(microbatches / point.mesh.pp, LEAST_WITHOUT_WGRAD)
+        return max(passes * total_seconds, microbatches * largest_seconds)
     if point.pipeline.chunks > 1:
         return max(max(microbatches / point.mesh.pp, 1) * total_seconds, microbatches * largest_seconds)
     return (microbatches - 1) * max(total_seconds / point.stages, largest_seconds) + total_seconds
@@ -126,8 +131,11 @@ def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
 def equal_stages_seconds(setting: Setting, point: Point, slowest_seconds: float, total_seconds: float) -> float:
     """Seconds of a pipeline whose stages all count as the slowest one, with free transfers, from that one's seconds and
     those of all stages for one microbatch."""
-    count = slowest_count(num_microbatches(setting, point), point.mesh.pp, point.pipeline.chunks)
-    return count * slowest_seconds + total_seconds
+    microbatches, mesh, pipeline = num_microbatches(setting, point), point.mesh, point.pipeline
+    if pipeline.is_split:  # busy, after a third of a stage on each rank before
+        busy = (pipeline.chunks * microbatches + (mesh.pp - 1) / 3) * slowest_seconds
+        return max(busy, LEAST_WITHOUT_WGRAD * total_seconds)
+    return slowest_count(microbatches, mesh.pp, pipeline.chunks) * slowest_seconds + total_seconds
 
 
 def fastest_slowest_stage(cost: CostGraph, stages: int) -> float:
@@ -158,7 +166,7 @@ def recomputation_estimate(setting: Setting, point: Point, priced: Priced) -> fl
     """Seconds of recomputation with which the first of equal stages fits, which holds most; infinite where it does not
     fit."""
     asked, groups, pp = setting.constraints, priced.cost.groups, point.mesh.pp
-    held = max_in_flight(point.pipeline.schedule, 0, pp, point.microbatches, point.pipeline.chunks) / point.stages
+    held = sum(point.in_flight[0][0]) / point.stages
     kept = held * sum(min(g.saved_bytes, g.kept_bytes) for g in groups)
     saved = held * (sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in priced.cost.saved))
     room = asked.capacity_bytes(setting.hardware) - sum(w.num_bytes for w in priced.cost.weights) / pp

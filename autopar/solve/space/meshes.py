@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_constraints import PlanConstraints
-from autopar.ir.plan_parts import INTERLEAVED
+from autopar.ir.plan_parts import OF_PIPELINES
 from autopar.ir.units import plural
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
 
@@ -81,8 +81,8 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"a replica has {smallest} microbatches, and ZeRO-2 is for one"
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
         return "no pipeline, in which alone ranks have several stages"
-    if constraints.schedule in INTERLEAVED and mesh.pp == 1:
-        return "no pipeline to interleave"
+    if constraints.schedule in OF_PIPELINES and mesh.pp == 1:
+        return f"no pipeline, which {constraints.schedule} is for"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
     if pinned is not None and constraints.pins[pinned] >= mesh.pp * (constraints.chunks or 1):
         return f"{pinned} is pinned to stage {constraints.pins[pinned]}"
@@ -203,7 +203,7 @@ def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
     return (
         asked
         | ({"zero": f"zero={constraints.zero}"} if constraints.zero else {})
-        | ({"schedule": f"schedule={constraints.schedule!r}"} if constraints.schedule in INTERLEAVED else {})
+        | ({"schedule": f"schedule={constraints.schedule!r}"} if constraints.schedule in OF_PIPELINES else {})
         | ({"pins": "the pins"} if constraints.pins else {})
     )
 

@@ -8,22 +8,38 @@ from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.plan_parts import INTERLEAVED, Replicas, ScheduleName, ZeroStage
-from autopar.schedule.generate import may_overlap
+from autopar.ir.plan_parts import INTERLEAVED, SEVERAL_CHUNKS, SPLIT, Replicas, ScheduleName, ZeroStage
+from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
 # 6 of them it is a sixth of 1F1B's.
 MAX_CHUNKS = 6
+# Of a searched schedule, whose bubble is half as long, and of how many actions: list scheduling takes 30 us for each.
+MAX_SEARCHED_CHUNKS, MAX_SEARCHED_ACTIONS = 3, 3000
+# Limits of activations for which schedules are searched, see `Pipeline.kept`: from those of 1F1B's first rank up to
+# those with which list scheduling leaves no bubble but the first forwards of the ranks before.
+KEPT = (2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule and how many stages each rank has under it."""
+    """A schedule and how many stages each rank has under it.
+
+    Args:
+        kept: under a searched schedule, activations that a rank keeps at most, in halves of those of all its stages for
+            as many microbatches as there are ranks.
+    """
 
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
+    kept: int = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards leave the gradients of weights for later."""
+        return self.schedule in SPLIT
 
     def __str__(self) -> str:
         return self.schedule if self.chunks == 1 else f"{self.schedule}, {self.chunks} chunks a rank"
@@ -48,6 +64,20 @@ class Point:
         return self.mesh.pp * self.pipeline.chunks
 
     @property
+    def in_flight(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each position, numbers of microbatches that its stages hold at once, at every moment that may be the
+        peak.
+
+        Error: a searched schedule divides its limit evenly among the stages of a rank.
+        """
+        pp, m, (schedule, chunks) = self.mesh.pp, self.microbatches, (self.pipeline.schedule, self.pipeline.chunks)
+        if schedule == "searched":
+            return (((min(m, -(-self.pipeline.kept * pp // 2)),) * chunks,),) * pp
+        if chunks == 1:
+            return tuple(((max_in_flight(schedule, p, pp, m),),) for p in range(pp))
+        return tuple(in_flight_profiles(schedule, p, pp, m, chunks) for p in range(pp))
+
+    @property
     def is_interleaved_too(self) -> bool:
         """Whether its schedule is interleaved-overlap with actions in interleaved's order."""
         return self.pipeline.schedule == "interleaved-overlap" and not may_overlap(self.mesh.pp, self.microbatches)
@@ -56,7 +86,8 @@ class Point:
 def point_of(decision: Decision) -> Point:
     """Point at which a decision was found."""
     problem = decision.problem
-    pipeline = Pipeline(problem.schedule, problem.chunks)
+    kept = -(-2 * problem.in_flight[0] // problem.pp) if problem.schedule == "searched" else 0
+    pipeline = Pipeline(problem.schedule, problem.chunks, kept)
     return Point(problem.mesh, problem.microbatches, decision.zero, pipeline, problem.dp_shard)
 
 
@@ -68,12 +99,21 @@ def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
         for zero in get_args(ZeroStage) if wanted is None else (wanted,):
             if not zero or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
-                    if zero == 2 and m > 1:
+                    if (zero == 2 and m > 1) or not may_split(setting, pipeline, mesh, zero, m):
                         break
                     for dp_shard in sharing_groups(setting, mesh) if zero else (0,):
                         point = Point(mesh, m, zero, pipeline, dp_shard)
                         if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
                             yield point
+
+
+def may_split(setting: Setting, pipeline: Pipeline, mesh: Mesh, zero: ZeroStage, microbatches: int) -> bool:
+    """Whether a schedule may have so many microbatches, and more: split backwards know ZeRO-1 at most, and lists of
+    actions are short unless they are asked for."""
+    if not pipeline.is_split:
+        return True
+    is_short = 3 * mesh.pp * pipeline.chunks * microbatches <= MAX_SEARCHED_ACTIONS
+    return zero <= 1 and (is_short or setting.constraints.schedule != "auto")
 
 
 def sharing_groups(setting: Setting, mesh: Mesh) -> tuple[int, ...]:
@@ -138,14 +178,21 @@ def are_alike(point: Point, pipeline: Pipeline) -> bool:
 
 def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
-    if asked.schedule != "auto" and asked.schedule not in INTERLEAVED:
+    if asked.schedule != "auto" and asked.schedule not in SEVERAL_CHUNKS:
         return (Pipeline(asked.schedule),)
     if mesh.pp == 1:
         return (Pipeline(),)
     chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MAX_CHUNKS))
-    single: tuple[ScheduleName, ...] = ("1f1b",) if asked.schedule == "auto" else (asked.schedule,)
-    several = INTERLEAVED if asked.schedule == "auto" else single
-    return tuple(Pipeline(schedule, n) for n in chunks for schedule in (single if n == 1 else several))
+    found: list[Pipeline] = []
+    for n in chunks:
+        if asked.schedule == "auto":
+            whole: tuple[ScheduleName, ...] = INTERLEAVED if n > 1 else ("1f1b", "zb-h1")
+        else:
+            whole = (asked.schedule,) if asked.schedule in INTERLEAVED else ()
+        found += [Pipeline(schedule, n) for schedule in whole]
+        if asked.schedule in ("auto", "searched") and n <= (asked.chunks or MAX_SEARCHED_CHUNKS):
+            found += [Pipeline("searched", n, kept) for kept in KEPT]
+    return tuple(found)
 
 
 def microbatch_samples(setting: Setting, point: Point) -> int:

@@ -7,6 +7,7 @@ from statistics import mean
 
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import SPLIT
 from autopar.runtime.engine.executor import ActionTiming
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
@@ -21,12 +22,17 @@ def bubble_bound_seconds(plan: Plan, spans: SpansByRank) -> float:
         actions = (s for s in spans[rank] if s.action.kind == kind and s.action.chunk == stage)
         return mean(s.end_seconds - s.start_seconds for s in actions)
 
-    forward, backward = (
-        [max(per_action(rank, number, kind) for rank in stage.ranks) for number, stage in enumerate(plan.stages)]
-        for kind in ("F", "B")
-    )
+    def per_stage(kind: str) -> list[float]:
+        return [max(per_action(rank, number, kind) for rank in stage.ranks) for number, stage in enumerate(plan.stages)]
+
+    if plan.schedule in SPLIT:
+        wgrad = per_stage("W")
+        backward = [i + w for i, w in zip(per_stage("I"), wgrad, strict=True)]
+    else:
+        wgrad, backward = None, per_stage("B")
     count = len(microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches))
-    return simulate(generate(plan.schedule, plan.mesh.pp, count, plan.chunks), forward, backward).step_seconds
+    schedule = generate(plan.schedule, plan.mesh.pp, count, plan.chunks, plan.order)
+    return simulate(schedule, per_stage("F"), backward, wgrad_seconds=wgrad).step_seconds
 
 
 def bubble_share(spans: SpansByRank, step_seconds: float) -> float:

@@ -142,7 +142,8 @@ class PlanFlags:
     schedule: Annotated[
         str | None,
         Option(
-            help="Pipeline schedule: 1f1b, interleaved, interleaved-overlap, gpipe, or auto (default: the fastest).",
+            help="Pipeline schedule: 1f1b, interleaved, interleaved-overlap, gpipe, zb-h1, searched, or auto (default: "
+            "the fastest). The last two split backwards.",
             metavar="NAME",
         ),
     ] = None

@@ -169,8 +169,8 @@ def finer_priced(plan: Plan) -> Alternative | None:
 def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
     """The suggestion that every stage takes the mean time; none for a single stage."""
     count = len(pipeline.forward_seconds)
-    forward, backward = sum(pipeline.forward_seconds) / count, sum(pipeline.backward_seconds) / count
-    even = replace(pipeline, forward_seconds=(forward,) * count, backward_seconds=(backward,) * count)
+    names = ("forward_seconds", "backward_seconds", "wgrad_seconds")
+    even = replace(pipeline, **{name: (sum(getattr(pipeline, name)) / count,) * count for name in names})
     return (
         (Suggestion("an even split of the same work over the stages", even.seconds + end_seconds),) if count > 1 else ()
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan import Plan
-from autopar.schedule.simulate import scheduled_seconds
+from autopar.schedule.simulate import Pipelined, scheduled_seconds
 from autopar.solve.result.step_breakdown import StepBreakdown, mean
 
 BUFFERS = "buffers"  # inputs and peer-access buffers: on GPUs only
@@ -70,37 +70,42 @@ def memory_of(plan: Plan, position: int) -> PositionMemory:
 class Pipeline:
     """Everything that determines the duration of a plan's pipeline.
 
-    ``forward_seconds`` and ``backward_seconds`` are per stage and microbatch, ``transfers`` are seconds by (source
-    stage, destination stage), and ``sizes`` are microbatch sizes relative to the largest. ``port_seconds`` is how long
-    it takes at least by the ports of nodes.
+    ``forward_seconds``, ``backward_seconds`` and ``wgrad_seconds`` are per stage and microbatch, ``transfers`` are
+    seconds by (source stage, destination stage), and ``sizes`` are microbatch sizes relative to the largest.
+    ``port_seconds`` is how long it takes at least by the ports of nodes.
     """
 
-    schedule: str
-    pp: int
+    pipelined: Pipelined
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     transfers: Mapping[tuple[int, int], float]
     sizes: tuple[float, ...]
     port_seconds: float
+    wgrad_seconds: tuple[float, ...]
 
     @staticmethod
     def of(plan: Plan) -> Pipeline:
         """Pipeline of a plan."""
         return Pipeline(
-            plan.schedule,
-            plan.mesh.pp,
+            Pipelined(plan.schedule, plan.mesh.pp, plan.chunks, plan.order),
             tuple(s.forward_seconds for s in plan.stages),
             tuple(s.backward_seconds for s in plan.stages),
             plan.transfer_seconds,
             microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches),
             plan.prediction.port_seconds,
+            tuple(s.wgrad_seconds for s in plan.stages),
         )
 
     @property
     def seconds(self) -> float:
         """Seconds from the first forward to the end of the last backward."""
         played = scheduled_seconds(
-            self.schedule, self.pp, self.forward_seconds, self.backward_seconds, self.transfers, self.sizes
+            self.pipelined,
+            self.forward_seconds,
+            self.backward_seconds,
+            self.transfers,
+            self.sizes,
+            self.wgrad_seconds,
         )
         return max(played, self.port_seconds)
 

@@ -68,6 +68,8 @@ def transfers(
 ) -> Iterator[tuple[tuple[int, Action], tuple[int, Action]]]:
     """(rank, action) that sends and (rank, action) that receives, of every tensor that travels between stages."""
     for rank, action in slices:
+        if action.kind == "W":
+            continue
         stage = action.chunk + (1 if action.kind == "F" else -1)
         peer = plan.mesh.group(rank, "pp")[stage % plan.mesh.pp]
         if peer != rank and stage in range(len(plan.stages)):

@@ -14,7 +14,8 @@ from autopar.tools.report.figure import needed_figure
 from autopar.tools.simulate.step import Position, SimulatedStep
 
 COLOURS = {
-    "forward": "#5b9bd5", "recompute": "#b7a5d8", "backward": "#e8a33d", "reduction": "#4f9d69", "optimizer": "#c0504d",
+    "forward": "#5b9bd5", "recompute": "#b7a5d8", "backward": "#e8a33d",
+    "weight gradients": "#f3d08a", "reduction": "#4f9d69", "optimizer": "#c0504d",
 }  # fmt: skip
 WIDTH_INCHES, MARGIN_INCHES, MEMORY_INCHES = 14.0, 1.6, 2.6
 ROW_INCHES, MAX_ROWS_INCHES = 0.34, 8.0
@@ -81,7 +82,10 @@ def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
     stage, chunk, label = step.plan.stages[action.chunk], action.chunk // step.plan.mesh.pp, str(action.microbatch)
     if action.kind == "F":
         return [Bar("forward", span.start_seconds, span.end_seconds, chunk, label)]
-    share = stage.recompute_seconds / stage.backward_seconds if stage.backward_seconds else 0.0
+    if action.kind == "W":
+        return [Bar("weight gradients", span.start_seconds, span.end_seconds, chunk, label)]
+    whole = stage.backward_seconds - (stage.wgrad_seconds if action.kind == "I" else 0.0)
+    share = stage.recompute_seconds / whole if whole else 0.0
     turns = span.start_seconds + min(share, 1.0) * (span.end_seconds - span.start_seconds)
     return [
         Bar("recompute", span.start_seconds, turns, chunk),

@@ -53,7 +53,7 @@ def memory_curve(spans: Sequence[Span], memory: Mapping[int, StageMemory]) -> Me
         if span.action.kind == "F":
             held += stage.microbatch_bytes
         points.append((span.start_seconds, held + stage.transient_bytes))
-        if span.action.kind == "B":
+        if span.action.ends_backward:
             held -= stage.microbatch_bytes
         ended = span.end_seconds
         points.append((ended, held))
@@ -139,7 +139,7 @@ class SimulatedStep:
 
 def schedules_of(plan: Plan) -> tuple[ScheduleName, ...]:
     """Schedules under which the plan's stages can train, the plan's own included."""
-    names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe")
+    names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe", "zb-h1")
     return names if plan.schedule in names else (*names, plan.schedule)
 
 
@@ -155,11 +155,12 @@ def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
     name = checked_schedule(plan, schedule)
     sizes = microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches)
     timeline = simulate(
-        generate(name, plan.mesh.pp, len(sizes), plan.chunks),
+        generate(name, plan.mesh.pp, len(sizes), plan.chunks, plan.order),
         [stage.forward_seconds for stage in plan.stages],
         [stage.backward_seconds for stage in plan.stages],
         plan.transfer_seconds,
         sizes,
+        [stage.wgrad_seconds for stage in plan.stages],
     )
     rows = {rank: tuple(spans) for rank, spans in groupby(timeline.spans, key=lambda span: span.rank)}
     optimizers = [sum(plan.stages[s].optimizer_seconds for s in stages_at(plan, p)) for p in rows]
@@ -233,10 +234,10 @@ def transfers_of(plan: Plan, timeline: Timeline, sizes: tuple[float, ...]) -> tu
     Args:
         sizes: of each microbatch, relative to the largest.
     """
-    sent: dict[tuple[str, int], list[Message]] = {}
+    sent: dict[tuple[bool, int], list[Message]] = {}
     for message in plan.messages:
         if (message.src - message.dst) % plan.mesh.pp:
-            sent.setdefault(("F" if message.src < message.dst else "B", message.src), []).append(message)
+            sent.setdefault((message.src < message.dst, message.src), []).append(message)
     return tuple(
         Transfer(
             src=span.action,
@@ -246,5 +247,6 @@ def transfers_of(plan: Plan, timeline: Timeline, sizes: tuple[float, ...]) -> tu
             end_seconds=span.end_seconds + message.seconds * sizes[span.action.microbatch],
         )
         for span in timeline.spans
-        for message in sent.get((span.action.kind, span.action.chunk), ())
+        if span.action.kind != "W"
+        for message in sent.get((span.action.kind == "F", span.action.chunk), ())
     )

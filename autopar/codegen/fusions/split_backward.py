@@ -1,0 +1,99 @@
+"""Split backwards: which layers of a training program leave their weights' gradients for later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from autopar.codegen.fusions.pad_groups import as_padded
+from autopar.codegen.fusions.patch_embed import as_product
+from autopar.codegen.fusions.wgrad import linear_layers, with_needed_gradient
+from autopar.ir.graph import Op, Ref, Value
+from autopar.ir.names import unused_name
+from autopar.ir.program import Convolution, DeferredWgrad, Program
+from autopar.ops.alignment import is_aligned
+from autopar.ops.padded_convolution import CONVOLUTIONS
+from autopar.ops.registry import named_arguments
+
+
+def split_backward(program: Program, compiled: bool) -> Program:
+    """The program with linear layers and convolutions that leave their weights' gradients for later.
+
+    A layer is split if its weight is trained and nothing else reads it. Whole are layers that are fused with a
+    collective, those that compiled programs replace by other kernels, and everything else with weights: norms, scales,
+    biases of linear layers.
+
+    Args:
+        compiled: whether the program will be compiled. The gradient of a convolution's bias is then a sum in a fused
+            kernel, otherwise it is computed together with that of the weight.
+    """
+    if program.mode != "train":
+        return program
+    layers, shapes = linear_layers(program), program.shapes
+    readers = Counter(name for op in program.ops for name in op.reads)
+    alone = {w.name for w in program.weights if w.requires_grad and readers[w.name] == 1} - {*program.results}
+    needed = with_needed_gradient(program)
+    taken = {*readers, *(value.name for value in program.values)}
+    deferred: list[DeferredWgrad] = []
+
+    def slot(name: str, value: Value, shape: tuple[int, ...]) -> Value:
+        made = unused_name(name, taken)
+        taken.add(made)
+        return Value(made, shape, value.dtype, (0,) * len(shape), requires_grad=True)
+
+    def split(op: Op) -> Op:
+        if op.name in layers:
+            x, weight, bias = layers[op.name]
+            if weight.name not in alone or not all(is_aligned(n, op.outputs[0].dtype) for n in shapes[weight.name]):
+                return op
+            out, width = shapes[weight.name]
+            rows = prod(op.outputs[0].shape[:-1])
+            made = DeferredWgrad(
+                weight.name,
+                slot(f"{op.name}.grad", op.outputs[0], (rows, out)),
+                slot(f"{op.name}.input", op.outputs[0], (rows, width)),
+                accumulates=x.name in needed,
+            )
+            arguments: tuple[Any, ...] = (x, weight, bias)
+            target = "autopar.linear_split.default"
+        elif is_plain_convolution(op, shapes):
+            given = named_arguments(op)
+            x, weight, bias = given["input"], given["weight"], given["bias"]
+            if weight.name not in alone or (bias is not None and bias.name not in alone):
+                return op
+            dims = len(shapes[weight.name]) - 2
+            stride, padding, dilation = (
+                tuple(given[k]) * (dims // len(given[k])) for k in ("stride", "padding", "dilation")
+            )
+            form = Convolution(stride, padding, dilation, given["groups"])
+            made = DeferredWgrad(
+                weight.name,
+                slot(f"{op.name}.grad", op.outputs[0], op.outputs[0].shape),
+                slot(f"{op.name}.input", op.outputs[0], shapes[x.name]),
+                accumulates=False,
+                convolution=form,
+                bias=bias.name if bias is not None and not compiled else "",
+            )
+            arguments = (x, weight, bias, stride, padding, dilation, form.groups, compiled)
+            target = "autopar.convolution_split.default"
+        else:
+            return op
+        deferred.append(made)
+        return replace(op, target=target, args=(*arguments, *(Ref(s.name) for s in made.slots)), kwargs=())
+
+    ops = tuple(split(op) for op in program.ops)
+    return replace(program, ops=ops, deferred=tuple(deferred))
+
+
+def is_plain_convolution(op: Op, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether an operation is a convolution of a batch with a weight, which no other kernel replaces."""
+    if op.target not in CONVOLUTIONS:
+        return False
+    given = named_arguments(op)
+    if not isinstance(given["weight"], Ref) or not isinstance(given["input"], Ref):
+        return False
+    is_batched = len(op.outputs[0].shape) == len(shapes[given["weight"].name])
+    return is_batched and as_product(op, shapes) is op and as_padded(op, shapes) is op

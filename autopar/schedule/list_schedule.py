@@ -1,0 +1,130 @@
+"""List scheduling: an order of forwards and split backwards for given times and memory.
+
+Each rank that is free runs the gradients of inputs that have arrived, else a forward, else the gradients of weights,
+which nobody waits for. A rank keeps the activations of so many microbatches at most, from their forward to the
+gradients of their weights.
+
+With twice as many as 1F1B keeps, the step is as short as any can be where ranks are equal: each waits for the first
+forwards of those before it and is busy from then on. With half as many, ZB-H1 may be shorter.
+
+Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3; there with one chunk a rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+from autopar.errors import ScheduleError
+from autopar.ir.plan_parts import ListOrder
+from autopar.schedule.actions import Action, ActionKind, Schedule
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rank runs next, and when that can start; ``action`` is None while it waits for a tensor, and ``start``
+    infinite if none is on its way."""
+
+    start: float
+    action: Action | None
+
+
+class Progress:
+    """Actions that have run so far, and when the tensors of the others arrive."""
+
+    def __init__(self, order: ListOrder, pp: int, microbatches: int) -> None:
+        self.order, self.pp, self.microbatches = order, pp, microbatches
+        self.num_chunks = num_chunks = len(order.forward)
+        self.rows: list[list[Action]] = [[] for _ in range(pp)]
+        self.free = [0.0] * pp
+        self.kept = [0] * pp
+        self.forwards, self.backwards = [0] * num_chunks, [0] * num_chunks  # number of those that have run
+        self.activations = [[inf] * microbatches for _ in range(num_chunks)]  # when they arrive
+        self.gradients = [[inf] * microbatches for _ in range(num_chunks)]
+        self.activations[0] = [0.0] * microbatches
+        self.deferred: list[deque[Action]] = [deque() for _ in range(pp)]
+
+    def next_choice(self, rank: int) -> Choice:
+        """The rank's next action, from what is known so far."""
+        free, chunks = self.free[rank], range(rank, self.num_chunks, self.pp)
+        backward = min((self.arrival("I", c) for c in chunks), default=(inf, 0))
+        # Of forwards that are ready the deepest, so that backwards begin early. Room is left for one of each deeper
+        # chunk of the rank, without which no activation would be freed.
+        room = self.order.max_in_flight[rank] - self.kept[rank]
+        arrivals = (self.arrival("F", c) for c in chunks if room > len(range(c + self.pp, self.num_chunks, self.pp)))
+        forward = min(((max(at, free), -chunk) for at, chunk in arrivals), default=(inf, 0))
+        deferred = self.deferred[rank][0] if self.deferred[rank] else None
+        if backward[0] <= free:
+            return Choice(free, Action("I", backward[1], self.backwards[backward[1]]))
+        if forward[0] <= free:
+            return Choice(free, Action("F", -forward[1], self.forwards[-forward[1]]))
+        soonest = min(backward[0], forward[0])
+        if deferred is not None:
+            return Choice(free, deferred)
+        return Choice(soonest, None)
+
+    def arrival(self, kind: ActionKind, chunk: int) -> tuple[float, int]:
+        """When a chunk's next action of a kind has its tensors, and the chunk."""
+        number, times = (
+            (self.forwards[chunk], self.activations) if kind == "F" else (self.backwards[chunk], self.gradients)
+        )
+        return (times[chunk][number] if number < self.microbatches else inf), chunk
+
+    def run(self, rank: int, action: Action) -> None:
+        """Run an action as soon as its rank is free."""
+        order, chunk, i = self.order, action.chunk, action.microbatch
+        seconds = {"F": order.forward, "I": order.input_grad, "W": order.wgrad}[action.kind][chunk]
+        end = self.free[rank] = self.free[rank] + seconds
+        self.rows[rank].append(action)
+        if action.kind == "F":
+            self.kept[rank] += 1
+            self.forwards[chunk] += 1
+            last = chunk == self.num_chunks - 1
+            (self.gradients if last else self.activations)[chunk if last else chunk + 1][i] = end + order.hop * (
+                not last
+            )
+        elif action.kind == "I":
+            self.backwards[chunk] += 1
+            self.deferred[rank].append(Action("W", chunk, i))
+            if chunk:
+                self.gradients[chunk - 1][i] = end + order.hop
+        else:
+            self.kept[rank] -= 1
+            self.deferred[rank].popleft()
+
+
+@lru_cache(maxsize=256)
+def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
+    """The schedule of every rank.
+
+    Raises:
+        ScheduleError: the ranks keep too few microbatches for their chunks.
+    """
+    progress = Progress(order, pp, microbatches)
+    choices = [progress.next_choice(rank) for rank in range(pp)]
+    while True:
+        rank = min(range(pp), key=lambda r: choices[r].start)
+        if choices[rank].start == inf:
+            break
+        action = choices[rank].action
+        if action is None:
+            progress.free[rank] = choices[rank].start
+        else:
+            progress.run(rank, action)
+        for other in {rank, (rank - 1) % pp, (rank + 1) % pp}:  # those that it may have sent something
+            choices[other] = progress.next_choice(other)
+    if sum(map(len, progress.rows)) < 3 * progress.num_chunks * microbatches:
+        raise ScheduleError(
+            f"No order of {progress.num_chunks} chunks on {pp} ranks keeps at most {order.max_in_flight} activations. "
+            "Allow more."
+        )
+    return tuple(map(tuple, progress.rows))
+
+
+def uniform_order(pp: int, chunks: int, max_in_flight: Sequence[int]) -> ListOrder:
+    """The order for forwards, gradients of inputs and gradients of weights that all take equally long."""
+    ones = (1,) * (pp * chunks)
+    return ListOrder(ones, ones, ones, 0, tuple(max_in_flight))
