@@ -26,6 +26,7 @@ from autopar.ir.plan_parts import (
     Precision,
     Prediction,
     ReduceDtype,
+    Replicas,
     ScheduleName,
     SolverInfo,
     Stage,
@@ -97,6 +98,10 @@ class Plan:
     def microbatch_size(self) -> int:
         """Samples of a replica's largest microbatch."""
         return microbatch_size(self.batch, self.mesh.dp * self.microbatches)
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(self.mesh.dp, self.zero, self.dp_shard)
 
     @property
     def transfer_seconds(self) -> Mapping[tuple[int, int], float]:
