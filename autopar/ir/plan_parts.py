@@ -101,10 +101,10 @@ class StageMemory:
     """Memory of a stage on each of its ranks.
 
     Args:
-        weight_bytes: weights, gradients and optimizer state, allocated all the time. microbatch_bytes: activations of
-        one microbatch, from its forward to its backward. transient_bytes: memory while the stage runs, 0 where another
-        stage of the rank needs more. With one microbatch it
-            includes gradients that exist only during the backward.
+        weight_bytes: weights, gradients and optimizer state, allocated all the time.
+        microbatch_bytes: activations of one microbatch, from its forward to its backward.
+        transient_bytes: memory while the stage runs, 0 where another stage of the rank needs more. With one microbatch
+            it includes gradients that exist only during the backward.
         buffer_bytes: on GPUs, the inputs of a step, symmetric memory and memory of libraries, allocated all the time.
     """
 
