@@ -117,7 +117,7 @@ class Options(PlanConstraints):
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> Options:
-        """Options from keyword arguments; ``memory`` may be a text such as ``24GiB``.
+        """Options from keyword arguments; ``memory`` may be a text such as ``24GiB``, and ``zero`` "auto" for None.
 
         Raises:
             UsageError: an unknown name (with near matches) or an impossible value.
@@ -132,6 +132,8 @@ class Options(PlanConstraints):
             values["memory"] = parse_bytes(memory)
         elif isinstance(memory, float):
             values["memory"] = int(memory)
+        if values.get("zero") == "auto":
+            values["zero"] = None
         return Options(**values)
 
 

@@ -44,7 +44,7 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
     owners: Mapping[str, int] = {}
     if zero:
         stages = [[w for w in local(s, 0) if sharing is None or w.name in sharing.owned] for s in range(mesh.pp)]
-        owners = replica_owners(stages, positions, programs.plan.dp_shard or mesh.dp)
+        owners = replica_owners(stages, positions, programs.plan.replicas.sharing)
     compiled = options.execution_mode(machine.device_type).compiled
     first = RankSpec(
         rank=0,

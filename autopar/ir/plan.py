@@ -27,6 +27,7 @@ from autopar.ir.plan_parts import (
     Precision,
     Prediction,
     ReduceDtype,
+    Replicas,
     ScheduleName,
     SolverInfo,
     Stage,
@@ -46,13 +47,12 @@ class Plan:
     """A complete, runnable decision for one model, batch and machine.
 
     Args:
-        microbatches: per data-parallel replica. exceptions: operations of parallel branches that lie inside another
-        stage's range in execution order, and the stage
-            that runs them.
+        microbatches: per data-parallel replica.
+        exceptions: operations of parallel branches that lie inside another stage's range in execution order, and the
+            stage that runs them.
         shardings: layouts (`Layout.parse`) in which ranks store weights; a weight that is not listed is replicated.
         strategies: the factor that is split when an operation runs (`autopar.sharding`); an operation that is not
-        listed
-            follows the layouts that it reads.
+            listed follows the layouts that it reads.
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3 that
             and the parameters.
@@ -100,6 +100,10 @@ class Plan:
     def microbatch_size(self) -> int:
         """Samples of a replica's largest microbatch."""
         return microbatch_size(self.batch, self.mesh.dp * self.microbatches)
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(self.mesh.dp, self.zero, self.dp_shard)
 
     @property
     def transfer_seconds(self) -> Mapping[tuple[int, int], float]:

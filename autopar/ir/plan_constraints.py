@@ -34,7 +34,7 @@ class PlanConstraints:
         pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
         zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3
             that and the parameters, as FSDP does; the planner then chooses the blocks that are gathered before each
-            use. None or "auto" takes the fastest that fits.
+            use. None, or the keyword argument "auto", takes the fastest that fits.
         dp_shard: replicas, one after the other, that divide what ZeRO says; each such group has a copy of all (hybrid
             sharding). By default all replicas, or those of a node where that is faster.
         reduce_dtype: dtype in which gradients travel between replicas. "float32" is that of main gradients (float64 in
@@ -97,8 +97,6 @@ class PlanConstraints:
     def __post_init__(self) -> None:
         for name in ("pp", "tp", "dp", "dp_shard", "chunks", "microbatches", "microbatch_size"):
             check_whole(name, getattr(self, name))
-        if self.zero == "auto":  # as the other choices that are left open say it
-            object.__setattr__(self, "zero", None)
         check_zero(self.zero)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))

@@ -56,9 +56,27 @@ class Replicas:
         return (self.dp_shard or self.dp) if self.zero else 1
 
     @property
+    def group_size(self) -> int:
+        """Replicas that reduce gradients with each other: those that divide, or without ZeRO all."""
+        return self.dp_shard or self.dp
+
+    @property
     def copies(self) -> int:
         """Replicas that update the same part of the weights."""
         return self.dp // self.sharing
+
+    @property
+    def stage_text(self) -> str:
+        """``3 over 8``: the ZeRO stage, and the number of replicas that divide where these are not all."""
+        return f"{self.zero}{f' over {self.dp_shard}' if self.dp_shard else ''}"
+
+    @property
+    def zero_text(self) -> str:
+        """``ZeRO-3 over 8``; empty at stage 0."""
+        return f"ZeRO-{self.stage_text}" if self.zero else ""
+
+
+ONE_REPLICA = Replicas()
 
 
 @with_config(STRICT)
@@ -107,10 +125,10 @@ class StageMemory:
     """Memory of a stage on each of its ranks.
 
     Args:
-        weight_bytes: weights, gradients and optimizer state, allocated all the time. microbatch_bytes: activations of
-        one microbatch, from its forward to its backward. transient_bytes: memory while the stage runs, 0 where another
-        stage of the rank needs more. With one microbatch it
-            includes gradients that exist only during the backward.
+        weight_bytes: weights, gradients and optimizer state, allocated all the time.
+        microbatch_bytes: activations of one microbatch, from its forward to its backward.
+        transient_bytes: memory while the stage runs, 0 where another stage of the rank needs more. With one microbatch
+            it includes gradients that exist only during the backward.
         buffer_bytes: on GPUs, the inputs of a step, symmetric memory and memory of libraries, allocated all the time.
     """
 
@@ -360,15 +378,12 @@ class HardwareInfo:
     device_type: str = "cpu"
 
 
-def zero_text(zero: ZeroStage, dp_shard: int = 0) -> str:
-    """``, ZeRO-1`` or ``, ZeRO-3 over 8``, to follow a mesh; empty at stage 0."""
-    return f", ZeRO-{zero}{f' over {dp_shard}' if dp_shard else ''}" if zero else ""
-
-
 def replica_text(plan: PlanView) -> str:
     """``, ZeRO-1, gradients reduced in bfloat16``, after a mesh; empty without replicas and at stage 0 in float32."""
-    is_rounded = plan.mesh.dp > 1 and plan.reduce_dtype != "float32"
-    return zero_text(plan.zero, plan.dp_shard) + (f", gradients reduced in {plan.reduce_dtype}" if is_rounded else "")
+    words = [plan.replicas.zero_text] if plan.zero else []
+    if plan.mesh.dp > 1 and plan.reduce_dtype != "float32":
+        words.append(f"gradients reduced in {plan.reduce_dtype}")
+    return "".join(f", {word}" for word in words)
 
 
 class PlanView(Protocol):
@@ -410,6 +425,8 @@ class PlanView(Protocol):
     def param_blocks(self) -> Mapping[str, BlockParams]: ...
     @property
     def dp_shard(self) -> int: ...
+    @property
+    def replicas(self) -> Replicas: ...
     @property
     def reduce_dtype(self) -> ReduceDtype: ...
     @property

@@ -16,10 +16,10 @@ from torch import nn
 from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
-from autopar.ir.layout import REPLICATED
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.ops.collectives import on
+from autopar.runtime.caller_parts import gradient_parts, whole_parts
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
@@ -40,7 +40,7 @@ from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, RankStepResult, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
-from autopar.sharding.tensors import contiguous_copy, with_strides
+from autopar.sharding.tensors import with_strides
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
 
@@ -359,27 +359,12 @@ class Rank:
 
     def state(self) -> dict[str, torch.Tensor]:
         """CPU copies of this rank's parts of the weights; each part comes from one rank of the mesh."""
-        return self.whole_parts(self.stored)
+        return whole_parts(self.spec, self.stored, self.sharded)
 
     def ema_state(self) -> dict[str, torch.Tensor]:
         """CPU copies of the averages of the weights that `state` returns."""
         assert self.ema is not None
-        return self.whole_parts(self.ema.tensors())
-
-    def whole_parts(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """CPU copies of this rank's parts of weights, or of their averages, gathered from what the replicas store."""
-        found: dict[str, torch.Tensor] = {}
-
-        def keep(name: str, tensor: torch.Tensor) -> None:
-            if self.place.replica == 0 and self.spec.has_first_copy(name):
-                found[name] = contiguous_copy(tensor)
-
-        for name in stored.keys() - (self.sharded.pieces.keys() if self.sharded is not None else ()):
-            keep(name, stored[name])
-        if self.sharded is not None:
-            for name, tensor in self.sharded.whole_values(stored):
-                keep(name, tensor)
-        return {name: found[name] for name in self.weights if name in found}
+        return whole_parts(self.spec, self.ema.tensors(), self.sharded)
 
     def swap_ema(self, averages: bool) -> None:
         """Put the averages in the place of the weights, or restore the weights."""
@@ -449,20 +434,8 @@ class Rank:
         return result
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """CPU copies of this rank's local gradients.
-
-        The whole gradients are their sums over replicas, tied stages and, where the gradient is partial, shards. If
-        several shards have equal gradients, only the first shard returns them.
-        """
-        gradients = {name: p.grad for name, p in self.trainable.items() if p.grad is not None}
-        for name, piece in self.updater.updated.items():
-            if piece.grad is not None and name not in gradients:
-                gradients[name] = self.sharded.whole_of(name, piece.grad) if self.sharded is not None else piece.grad
-        return {
-            name: contiguous_copy(gradient) / self.updater.loss_scale
-            for name, gradient in gradients.items()
-            if self.place.shard == 0 or self.spec.layout(name) != REPLICATED
-        }
+        """CPU copies of this rank's local gradients; see `gradient_parts`."""
+        return gradient_parts(self.spec, self.updater)
 
     def close(self) -> None:
         """Release CUDA graphs. NCCL communicators cannot be destroyed while a graph references them."""

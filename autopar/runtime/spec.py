@@ -13,7 +13,7 @@ from torch import nn
 from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import MESH_AXES, Mesh, Place
-from autopar.ir.plan_parts import ListOrder, ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import ListOrder, ReduceDtype, Replicas, ZeroStage
 from autopar.ir.program import Program
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
@@ -155,21 +155,20 @@ class RankSpec:
         return self.mesh.group(self.rank, "dp")
 
     @property
-    def sharing_count(self) -> int:
-        """Replicas that divide what ZeRO says."""
-        return self.dp_shard or self.mesh.dp
+    def replicas(self) -> Replicas:
+        return Replicas(self.mesh.dp, self.zero, self.dp_shard)
 
     @property
     def sharing_ranks(self) -> tuple[int, ...]:
-        """The `replica_ranks` that divide among them what ZeRO says, this rank included."""
-        count = self.sharing_count
+        """The `replica_ranks` that divide among them what ZeRO says, this rank included; all of them without ZeRO."""
+        count = self.replicas.group_size
         first = self.place.replica // count * count
         return self.replica_ranks[first : first + count]
 
     @property
     def copy_ranks(self) -> tuple[int, ...]:
         """The `replica_ranks` that update the same part of the weights as this rank, itself included."""
-        count = self.sharing_count
+        count = self.replicas.group_size
         return self.replica_ranks[self.place.replica % count :: count]
 
     @property
@@ -200,7 +199,7 @@ class RankSpec:
         """
         every = range(self.mesh.devices)
         sets = {tuple(every), *(self.mesh.group(rank, axis) for rank in every for axis in MESH_AXES)}
-        count = self.sharing_count
+        count = self.replicas.group_size
         for line in {self.mesh.group(rank, "dp") for rank in every}:
             sets |= {line[first : first + count] for first in range(0, len(line), count)}
             sets |= {line[first::count] for first in range(count)}

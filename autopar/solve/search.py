@@ -180,7 +180,7 @@ def devices_that_fit(setting: Setting, chosen: Candidate) -> str:
     for stages in sorted({-(-mesh.pp * quarters // 4) for quarters in range(5, 17)}):
         if stages * width > setting.hardware.devices_per_node and setting.hardware.network is None:
             break
-        larger = replace(chosen.point, mesh=replace(mesh, pp=stages))
+        larger = replace(chosen.point, pp=stages)
         if larger.stages <= chosen.problem.cost.loss and fits(make_cut_problem(setting, larger, chosen.priced)):
             return f" With {stages * width} devices it fits."
     return ""
@@ -212,7 +212,7 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
     """
     problem, setting = chosen.problem, bounds.setting
     cuts = solve_cuts(setting, problem, chosen.stage_of)
-    decision = Decision(problem, chosen.priced, chosen.point.zero, cuts.stage_of)
+    decision = Decision(problem, chosen.priced, cuts.stage_of)
     if problem.tp == 1:
         return decision, cuts.solver
     method = "shardings then cuts" if problem.stages > 1 else "shardings"

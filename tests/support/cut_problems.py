@@ -23,7 +23,7 @@ from autopar.solve.space.constraints import Constraints, boundary_links
 def setting_of(problem: CutProblem, link: Link) -> Setting:
     """A setting whose machine has one link between all its devices, and that of the problem's batch."""
     hardware = replace(load_hardware("cpu-generic"), link=link, devices_per_node=64)
-    constraints = Constraints(problem.mesh.devices, problem.microbatches * problem.dp * problem.cost.batch)
+    constraints = Constraints(problem.mesh.devices, problem.microbatches * problem.replicas.dp * problem.cost.batch)
     nothing: Any = None
     return Setting(nothing, hardware, nothing, constraints, nothing)
 

@@ -135,7 +135,7 @@ class PlanCosts:
 
     def with_sharing(self, cost: CostGraph, graph: Graph, sharing: Sharing) -> CostGraph:
         """As `with_weight_sharing`, whose weights are made once for all sizes of a microbatch."""
-        if sharing.zero == 3:
+        if sharing.replicas.zero == 3:
             return with_weight_sharing(cost, graph, sharing, self.hardware)
         used = tuple((w.groups, w.has_fused_wgrad) for w in cost.weights)
         key = ("weights", id(graph), sharing.tp, sharing.replicas, used)  # graphs are cached, as shardings are
@@ -144,7 +144,7 @@ class PlanCosts:
 
     def sharing(self, tp: int, replicas: Replicas) -> Sharing:
         """Sharing of replicated weights among the ranks of a stage."""
-        return Sharing(tp, replicas.dp, replicas.zero, replicas.dp_shard, reduce_dtype=self.reduce_dtype)
+        return Sharing(tp, replicas, reduce_dtype=self.reduce_dtype)
 
     def priced_strategies(
         self,

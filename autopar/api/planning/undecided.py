@@ -128,7 +128,7 @@ class RegionPrices:
             config, problem = MeasuredConfig.of(of), of.problem
             if config not in priced:
                 priced[config] = self.regions(config)
-            microbatches = self.setting.constraints.batch / problem.dp / of.size
+            microbatches = self.setting.constraints.batch / problem.replicas.dp / of.size
             passes = least_passes(microbatches, problem.pp, problem.chunks)
             seconds = {key: passes * region.seconds for key, region in priced[config].items()}
             return PlanLoad(step_time(self.setting, problem, of.stage_of).seconds, priced[config], seconds)

@@ -66,7 +66,7 @@ def price(
         saved=shared_saved,
         colocated=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
     )
-    return with_gathers(cost, graph, sharing, hardware) if sharing.zero == 3 else cost
+    return with_gathers(cost, graph, sharing, hardware) if sharing.replicas.zero == 3 else cost
 
 
 def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:
@@ -83,7 +83,7 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
         for w in cost.weights
     )
     shared = replace(cost, weights=weights)
-    return with_gathers(shared, graph, sharing, hardware) if sharing.zero == 3 else shared
+    return with_gathers(shared, graph, sharing, hardware) if sharing.replicas.zero == 3 else shared
 
 
 # -- groups --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from autopar.ir.graph import DTYPE_BYTES, Graph, Weight
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.network import CollectiveKind
-from autopar.ir.plan_parts import ReduceDtype, Replicas, ZeroStage
+from autopar.ir.plan_parts import ONE_REPLICA, ReduceDtype, Replicas
 from autopar.ops.regions import parameter_blocks
 
 
@@ -22,10 +22,8 @@ class Sharing:
 
     Args:
         tp: ranks that each hold a shard or a copy of a weight.
-        dp: replicas.
-        zero: from 1 on, each of the ``dp`` replicas keeps the optimizer state of a part of the parameters only; from 2
-            on also their gradients only, and at 3 the parameters, except for blocks that are kept.
-        dp_shard: as in `Replicas`.
+        replicas: at ZeRO stage 1 each keeps the optimizer state of a part of the parameters only, from 2 on also their
+            gradients only, and at 3 the parameters, except for blocks that are kept.
         blocks: under ZeRO-3, the block of each weight, by name.
         kept: blocks whose gathered parameters stay allocated.
         reduce_dtype: dtype in which gradients travel between replicas.
@@ -33,26 +31,20 @@ class Sharing:
     """
 
     tp: int = 1
-    dp: int = 1
-    zero: ZeroStage = 0
-    dp_shard: int = 0
+    replicas: Replicas = ONE_REPLICA
     storage: Mapping[str, Layout] = field(default_factory=dict)
     reduce_dtype: ReduceDtype = "float32"
     blocks: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
 
-    @property
-    def replicas(self) -> Replicas:
-        return Replicas(self.dp, self.zero, self.dp_shard)
-
     def gathers(self, weight: Weight) -> bool:
         """Whether replicas gather a trained weight before each use."""
-        return self.zero == 3 and self.blocks[weight.name] not in self.kept
+        return self.replicas.zero == 3 and self.blocks[weight.name] not in self.kept
 
 
 def with_blocks(sharing: Sharing, graph: Graph) -> Sharing:
     """The sharing with the blocks of a graph's weights, as far as that matters."""
-    if sharing.zero < 3:
+    if sharing.replicas.zero < 3:
         return sharing
     return replace(sharing, blocks=parameter_blocks(graph.ops, graph.weight))
 
@@ -86,15 +78,14 @@ def gradient_buckets(weights: Sequence[Weight], sharing: Sharing, hardware: Hard
     Error: buckets of all weights together; a stage's own begin and end elsewhere. GPUs of one node that may reach each
         other's memory but are told not to (``transport="nccl"``) are priced as if they did.
     """
-    if sharing.dp == 1:
+    if sharing.replicas.dp == 1:
         return {}
     owners = sharing.replicas.sharing
-    among = owners if sharing.zero else sharing.dp
-    are_peers = hardware.peer_access and (among - 1) * sharing.tp < hardware.devices_per_node
+    are_peers = hardware.peer_access and (owners - 1) * sharing.tp < hardware.devices_per_node
     buckets: dict[str, Bucket] = {}
     for group in group_weights([w for w in weights if is_trained(w)], owners):
         # Kernels that write peers' memory move segments of different lengths together.
-        collectives = 1 if are_peers or owners == 1 else num_collectives(group, owners)
+        collectives = 1 if are_peers else num_collectives(group, owners)
         bucket = Bucket(sum(w.stored_bytes for w in group), collectives)
         buckets |= {w.name: bucket for w in group}
     return buckets
@@ -123,7 +114,8 @@ def weight_cost(
     layout = sharing.storage.get(weight.name, REPLICATED)
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
     trained, stored = is_trained(weight), weight.stored_bytes
-    exchange = replica_exchange(weight, sharing, hardware, bucket) if trained and sharing.dp > 1 else ReplicaExchange()
+    is_reduced = trained and sharing.replicas.dp > 1
+    exchange = replica_exchange(weight, sharing, hardware, bucket) if is_reduced else ReplicaExchange()
     return ResidentTensor(
         name=weight.name,
         num_bytes=weight_bytes(weight, sharing)
@@ -140,7 +132,7 @@ def weight_cost(
         wgrad_bytes=(weight.copy_bytes or stored) if trained and not fused_wgrad else 0,
         copy_bytes=weight.copy_bytes,
         flattened_grad_bytes=stored if trained and TP in layout.partial_gradient else 0,
-        block=sharing.blocks[weight.name] if trained and sharing.zero == 3 else "",
+        block=sharing.blocks[weight.name] if trained and sharing.replicas.zero == 3 else "",
         is_gathered=trained and sharing.gathers(weight),
     )
 
@@ -168,7 +160,7 @@ def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
     if weight.copy_bytes:
         owned += weight.stored_bytes
     parts = {"gradient": weight.stored_bytes, "read": weight.num_bytes}
-    divided = {"gradient": sharing.zero >= 2, "read": sharing.gathers(weight)}
+    divided = {"gradient": sharing.replicas.zero >= 2, "read": sharing.gathers(weight)}
     owned += sum(size for part, size in parts.items() if divided[part])
     everywhere += sum(size for part, size in parts.items() if not divided[part])
     return ceil(everywhere) + ceil(owned / state_ranks(sharing))
@@ -195,9 +187,9 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     seconds = update_seconds(weight, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
-    if (sent := reduce_bytes(weight, sharing)) < stored and sharing.dp > 1:
+    if (sent := reduce_bytes(weight, sharing)) < stored and sharing.replicas.dp > 1:
         seconds += hardware.traffic_seconds(stored + sent) * (1 + 1 / state_ranks(sharing))
-    elif sharing.zero >= 2:
+    elif sharing.replicas.zero >= 2:
         seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
@@ -222,15 +214,15 @@ def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucke
     Args:
         bucket: moves as a whole, or in several collectives one after another.
     """
-    stride, share = sharing.tp, weight.stored_bytes / bucket.num_bytes
+    replicas, stride, share = sharing.replicas, sharing.tp, weight.stored_bytes / bucket.num_bytes
     reduced = bucket.num_bytes * reduce_bytes(weight, sharing) / weight.stored_bytes
     gathered, collectives, contention = 0.0, 1, hardware.replica_contention
     moved, reduce, gather = 2 * reduced, 0.0, 0.0
-    if sharing.zero:
-        ranks, further = sharing.replicas.sharing, bucket.num_collectives - 1
+    if replicas.zero:
+        ranks, further = replicas.sharing, bucket.num_collectives - 1
         gathered = 0.0 if sharing.gathers(weight) else bucket.num_bytes * weight.num_bytes / weight.stored_bytes
         collectives, moved = 2, reduced + gathered
-        if sharing.zero < 3:
+        if replicas.zero < 3:
             reduce = hardware.collective_seconds("reduce-scatter", reduced, ranks, stride)
             reduce += further * hardware.group_link("reduce-scatter", ranks, stride).latency_seconds
         else:
@@ -238,11 +230,11 @@ def replica_exchange(weight: Weight, sharing: Sharing, hardware: Hardware, bucke
         if gathered:
             gather = hardware.collective_seconds("all-gather", gathered, ranks, stride)
             gather += further * hardware.group_link("all-gather", ranks, stride).latency_seconds
-        if (copies := sharing.replicas.copies) > 1:
+        if (copies := replicas.copies) > 1:
             reduce += hardware.collective_seconds("all-reduce", reduced / ranks, copies, stride * ranks)
             moved += 2 * reduced / ranks
     else:
-        reduce = hardware.collective_seconds("all-reduce", reduced, sharing.dp, stride)
+        reduce = hardware.collective_seconds("all-reduce", reduced, replicas.dp, stride)
     contended = (collectives * contention.latency_seconds if moved else 0.0) + moved / contention.bytes_per_second
     return ReplicaExchange(share * reduce, share * gather, share, share * contended)
 

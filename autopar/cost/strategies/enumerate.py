@@ -176,7 +176,7 @@ def with_weights(
     step_seconds: Callable[[ResidentTensor], float],
 ) -> StrategyGraph:
     """The strategy graph with the weights' costs for replicas, of which some seconds count."""
-    if sharing.dp == 1:
+    if sharing.replicas.dp == 1:
         return choices
     charged, sharing = set[str](), with_blocks(sharing, graph)
 

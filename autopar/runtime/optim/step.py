@@ -65,16 +65,16 @@ class Updater:
             collectives = ReplicaCollectives(
                 transport, ranks, device, int(largest), self.reduce_buffers, spec.copy_ranks
             )
-            if spec.zero >= 2:
-                self.grad_buffer = ShardedGrads(trainable, buckets, every, replica, flags, collectives, device)
-                self.grad_reducer = self.grad_buffer
-            else:
-                self.grad_buffer = GradBuffer(trainable, buckets)
-                self.grad_reducer = GradReducer(self.grad_buffer, every, replica, flags, collectives)
+            grads = GradBuffer(trainable, buckets) if spec.zero < 2 else None  # while parameters have their strides
             if spec.zero:
                 self.sharded = ShardedParams(trainable, buckets, replica, collectives, device)
                 self.updated = self.sharded.pieces
-            self.grad_reducer.updated = self.updated
+            if grads is not None:
+                self.grad_buffer = grads
+                self.grad_reducer = GradReducer(grads, self.updated, every, replica, flags, collectives)
+            else:
+                assert self.sharded is not None
+                self.grad_buffer = self.grad_reducer = ShardedGrads(self.sharded, every, flags)
         made = rank_optimizer(spec, recipe.optimizer, self.updated, transport) if recipe.optimizer else None
         # Parameters of the optimizer: parts of tensor-parallel weights, or whole copies if it needs them.
         self.optimized = dict(made.parameters if made else self.updated)

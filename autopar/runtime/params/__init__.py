@@ -9,8 +9,8 @@ Reading order:
     grad_sums.py        gradients taken from autograd's leaves and added
     grad_buffer.py      main grads: sums over microbatches in flat memory
     grad_reduce.py      their all-reduce or reduce-scatter over replicas
-    sharded_grads.py    from ZeRO-2 on: both, with main grads of this replica's pieces only
     sharded_params.py   under ZeRO: this replica's pieces of weights, gathered for programs
+    sharded_grads.py    from ZeRO-2 on: main grads of these pieces only, and their reduction
     compute_copies.py   low-precision copies that programs read
     full_params.py      unsharded parameters, for optimizers that need them
 """

@@ -28,15 +28,19 @@ class GradReducer:
     def __init__(
         self,
         grad_buffer: GradBuffer,
+        updated: Mapping[str, nn.Parameter],
         ranks: Sequence[int],
         replica: int,
         flags: FlagChannel,
         collectives: ReplicaCollectives,
     ) -> None:
-        """Reduce main grads over ``ranks``, all replicas; this one's segment of buckets is number ``replica``."""
-        self.grad_buffer, self.ranks, self.replica = grad_buffer, tuple(ranks), replica
+        """Reduce main grads over ``ranks``, all replicas; this one's segment of buckets is number ``replica``.
+
+        Args:
+            updated: what an optimizer updates, by name of the weight; gets the summed gradients.
+        """
+        self.grad_buffer, self.updated, self.ranks, self.replica = grad_buffer, updated, tuple(ranks), replica
         self.flags, self.collectives = flags, collectives
-        self.updated: Mapping[str, nn.Parameter] = {}  # what an optimizer updates, by name; set by the updater
         self.reset()
         grad_buffer.on_accumulated = self.start_ready_buckets
 

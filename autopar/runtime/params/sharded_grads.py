@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from autopar.ir.grad_buckets import NUM_GRAD_SLOTS
 from autopar.ops import wgrad_accumulation
 from autopar.runtime.comm.protocols import FlagChannel, SendHandle
-from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.params.flat_buckets import FlatBucket
 from autopar.runtime.params.grad_sums import add_gradients, take_gradients
+from autopar.runtime.params.sharded_params import ShardedParams
 
 
 class ShardedGrads:
@@ -32,28 +32,18 @@ class ShardedGrads:
         predicted.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        buckets: Sequence[FlatBucket],
-        ranks: Sequence[int],
-        replica: int,
-        flags: FlagChannel,
-        collectives: ReplicaCollectives,
-        device: torch.device,
-    ) -> None:
-        """Watch the parameters; ``ranks`` are all replicas, and this one's segment of buckets is number ``replica``."""
-        self.parameters, self.buckets, self.device = parameters, tuple(buckets), device
-        self.ranks, self.replica, self.flags, self.collectives = tuple(ranks), replica, flags, collectives
-        self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
-        # Shapes and strides; the parameters themselves may be without memory.
-        self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}
+    def __init__(self, sharded: ShardedParams, ranks: Sequence[int], flags: FlagChannel) -> None:
+        """Watch the parameters of which ``sharded`` has this replica's pieces; ``ranks`` are all replicas."""
+        self.parameters, self.buckets, self.device = sharded.parameters, sharded.buckets, sharded.device
+        self.replica, self.collectives = sharded.replica, sharded.collectives
+        self.bucket_of, self.like = sharded.bucket_of, sharded.like
+        self.updated = sharded.pieces  # what an optimizer updates, by name
+        self.ranks, self.flags = tuple(ranks), flags
         self.slots: list[torch.Tensor | None] = [None] * NUM_GRAD_SLOTS
         self.in_flight: dict[int, SendHandle] = {}  # reductions by slot
         self.slot_views: dict[int, Mapping[str, torch.Tensor]] = {}
         self.owned = [self.owned_segment(bucket) for bucket in self.buckets]
         self.views = self.owned_views()
-        self.updated: Mapping[str, nn.Parameter] = {}  # what an optimizer updates, by name; set by the updater
         self.summed: set[str] = set()  # pieces with a main grad
         self.filled: set[int] = set()  # buckets whose main grads hold a number
         self.over_copies: set[int] = set()  # those whose main grads are summed over copies of this replica's pieces
@@ -61,7 +51,7 @@ class ShardedGrads:
         self.hooks: list[RemovableHandle] = []
         self.reset()
         for name in self.bucket_of:
-            self.watch(name, parameters[name])
+            self.watch(name, self.parameters[name])
 
     def owned_segment(self, bucket: FlatBucket) -> torch.Tensor:
         """Main grads of this replica's segment of a bucket, flat."""

@@ -127,7 +127,7 @@ class Search:
         problem = self.problem = self.merged.problem
         stages = range(problem.stages)
         self.unit = sum(group.seconds for group in problem.cost.groups) * problem.microbatches / problem.pp or 1.0
-        self.sizes = microbatch_factors(self.setting.constraints.batch // problem.dp, problem.microbatches)
+        self.sizes = microbatch_factors(self.setting.constraints.batch // problem.replicas.dp, problem.microbatches)
         self.ports: list[PortRow] = []
         self.other_ports = port_rows(self.setting, problem, sum(self.sizes))
         if problem.balance != "time":

@@ -125,7 +125,7 @@ def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int])
     recomputed."""
     intervals, at = intervals_of(problem), ends_and_begins(problem, stage_of)
     forward, backward = intervals.forward_seconds[at], intervals.backward_seconds[at]
-    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     weights = problem.cost.weights
     update = problem.cost.remember("update", lambda: sum(w.optimizer_seconds + w.contention_seconds for w in weights))
     busy = sum(sizes) * by_rank(problem, forward + backward)

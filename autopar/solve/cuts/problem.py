@@ -15,6 +15,7 @@ from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import (
+    ONE_REPLICA,
     SPLIT,
     Balance,
     BlockSharding,
@@ -23,7 +24,6 @@ from autopar.ir.plan_parts import (
     Replicas,
     ScheduleName,
     SolverInfo,
-    ZeroStage,
 )
 
 Axis = Literal["pp", "tp", "dp"]
@@ -97,16 +97,17 @@ class CutProblem:
     """Assignment problem: which stage runs which group of ``cost``.
 
     ``boundary[s]`` is the link from stage s to s + 1. ``in_flight[s]`` is the largest number of microbatches whose
-    activations stage s holds. Every stage has ``tp`` × ``dp`` ranks, and ``cost`` is the cost of one of them. ``pins``
-    fixes groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
+    activations stage s holds. Every stage has ``tp`` ranks of each of the ``replicas``, and ``cost`` is the cost of one
+    rank. ``pins`` fixes groups to stages. ``gap`` is the relative distance from the optimum at which the solver may
+    stop.
 
     With several ``chunks`` each rank has that many stages: those at one position, stage % pp, share the capacity.
     ``in_flight_profiles[p]`` lists the numbers of microbatches that the stages of position p hold simultaneously, for
     every moment that may be the peak; ``in_flight`` is then the first of them.
 
     ``peers`` are the axes along which ranks reach each other's memory. ``input_bytes`` are a step's inputs on the first
-    stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` and ``dp_shard`` are as in `Replicas`,
-    ``reduce_dtype`` is the dtype in which gradients travel between replicas.
+    stage, ``reserve_bytes`` the memory of libraries on every rank. ``reduce_dtype`` is the dtype in which gradients
+    travel between replicas.
 
     With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes to fit. With "all" ``cost``
     says which segments recompute.
@@ -123,7 +124,7 @@ class CutProblem:
     time_limit_seconds: float = 60.0
     gap: float = 1e-3
     tp: int = 1
-    dp: int = 1
+    replicas: Replicas = ONE_REPLICA
     recompute: Recompute = "none"
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
@@ -131,13 +132,7 @@ class CutProblem:
     peers: frozenset[Axis] = frozenset()
     input_bytes: int = 0
     reserve_bytes: int = 0
-    zero: ZeroStage = 0
-    dp_shard: int = 0
     reduce_dtype: ReduceDtype = "float32"
-
-    @property
-    def replicas(self) -> Replicas:
-        return Replicas(self.dp, self.zero, self.dp_shard)
 
     @cached_property
     def interval_key(self) -> tuple[Hashable, ...]:
@@ -198,7 +193,7 @@ class CutProblem:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.pp, self.tp, self.dp)
+        return Mesh(self.pp, self.tp, self.replicas.dp)
 
     @cached_property
     def has_buckets(self) -> bool:
@@ -206,7 +201,7 @@ class CutProblem:
 
         That is so with several stages, with replicas, and with low-precision compute parameters.
         """
-        return self.pp > 1 or self.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
+        return self.pp > 1 or self.replicas.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
 
     @cached_property
     def gradients_come(self) -> bool:
@@ -227,7 +222,7 @@ class CutProblem:
     @cached_property
     def bucket_sizes(self) -> list[int]:
         """Bytes of each bucket of gradients, if one rank held the whole model."""
-        if self.zero == 3:
+        if self.replicas.zero == 3:
             return [DTYPE_BYTES["float32"] * sum(w.numel for w in bucket) for bucket in self.block_buckets]
         owners = self.replicas.sharing
         return self.cost.remember(("bucket sizes", owners), lambda: bucket_sizes(self._trained_weights(), owners))
@@ -242,13 +237,17 @@ class CutProblem:
             if w.gradient_bytes
         ]  # fmt: skip
 
+    @cached_property
+    def gathered(self) -> frozenset[str]:
+        """Names of the weights that replicas gather before each use."""
+        return frozenset(w.name for w in self.cost.weights if w.is_gathered)
+
     @property
     def block_buckets(self) -> list[list[Weight]]:
         """Weights of each bucket under ZeRO-3, if one rank held the whole model."""
         blocks = {w.name: w.block for w in self.cost.weights}
-        gathered = {w.name for w in self.cost.weights if w.is_gathered}
         return self.cost.remember(
-            "block buckets", lambda: block_groups(self._trained_weights(), blocks, lambda w: w.name in gathered)
+            "block buckets", lambda: block_groups(self._trained_weights(), blocks, lambda w: w.name in self.gathered)
         )
 
     @property
@@ -257,8 +256,7 @@ class CutProblem:
 
         Error: high on stages without the model's largest block; low where a program reads several blocks at a time.
         """
-        gathered = {w.name for w in self.cost.weights if w.is_gathered}
-        sizes = [sum(w.num_bytes for w in bucket) for bucket in self.block_buckets if bucket[0].name in gathered]
+        sizes = [sum(w.num_bytes for w in bucket) for bucket in self.block_buckets if bucket[0].name in self.gathered]
         return max(sizes, default=0) * min(NUM_PARAM_SLOTS, len(sizes))
 
     @cached_property
@@ -268,15 +266,16 @@ class CutProblem:
 
         Error: high on stages without the model's largest bucket.
         """
-        if self.dp == 1 or not self.bucket_sizes:
+        if self.replicas.dp == 1 or not self.bucket_sizes:
             return 0
-        largest, share = max(self.bucket_sizes), DTYPE_BYTES[self.reduce_dtype] / DTYPE_BYTES["float32"]
+        zero, largest = self.replicas.zero, max(self.bucket_sizes)
+        share = DTYPE_BYTES[self.reduce_dtype] / DTYPE_BYTES["float32"]
         # Under ZeRO, weights are gathered through the symmetric buffer too.
-        ranks = self.replicas.sharing if self.zero else self.dp
-        peers = replica_buffer_bytes(int(largest * (1 if self.zero else share)), ranks) if "dp" in self.peers else 0
+        through = int(largest * (1 if zero else share))
+        peers = replica_buffer_bytes(through, self.replicas.group_size) if "dp" in self.peers else 0
         rounded = int(largest * share) * min(NUM_GRAD_SLOTS, len(self.bucket_sizes)) if share < 1 else 0
-        slots = slot_bytes(self.bucket_sizes) if self.zero >= 2 else 0
-        return peers + rounded + slots + (self.param_slot_bytes if self.zero == 3 else 0)
+        slots = slot_bytes(self.bucket_sizes) if zero >= 2 else 0
+        return peers + rounded + slots + (self.param_slot_bytes if zero == 3 else 0)
 
     def fixed_bytes(self, stage: int) -> int:
         """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas' buffers

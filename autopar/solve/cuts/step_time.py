@@ -13,7 +13,7 @@ from autopar.ir.hardware import Hardware, ring_share
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.network import CollectiveKind, Network
-from autopar.ir.plan_parts import ListOrder, ModelInfo, ZeroStage
+from autopar.ir.plan_parts import ListOrder, ModelInfo
 from autopar.schedule.simulate import Pipelined, scheduled_seconds
 from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, own_peak_costs, rank_costs
 from autopar.solve.cuts.intervals import leaving_edges
@@ -40,7 +40,6 @@ class Decision:
 
     problem: CutProblem
     priced: Priced
-    zero: ZeroStage
     stage_of: tuple[int, ...]
 
     @property
@@ -86,7 +85,7 @@ def with_update(
     setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost], simulated: float
 ) -> StepTime:
     """The step of which the simulated pipeline takes so many seconds."""
-    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     busy = (sum(c.forward_seconds for c in costs) + sum(c.backward_seconds for c in costs)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
     ports = port_seconds(setting, problem, stage_of, costs)
@@ -104,7 +103,7 @@ def pipeline_seconds(
     wgrad: Sequence[float],
 ) -> float:
     """Seconds of the simulated pipeline, from the stages' seconds of a microbatch."""
-    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     transfers = hop_seconds(setting, problem, stage_of)
     order = list_order(problem, forward, backward, wgrad, transfers) if problem.schedule == "searched" else None
     pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
@@ -177,11 +176,11 @@ def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int],
     Error: low by tensor-parallel collectives between nodes, by the first message's wait for its forward and the last
         one's reader, and by uplinks that nodes share.
     """
-    hardware, mesh, width = setting.hardware, problem.mesh, problem.tp * problem.dp
+    hardware, mesh, width = setting.hardware, problem.mesh, problem.tp * problem.replicas.dp
     if (network := network_between(hardware, mesh)) is None:
         return 0.0
     out, into = np.zeros(mesh.devices), np.zeros(mesh.devices)
-    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     for (src, dst), num_bytes in messages(problem, stage_of).items():
         senders, receivers = ranks_between_nodes(hardware, mesh, src, dst)
         seconds = num_bytes * sum(sizes) / network.port.bytes_per_second
@@ -215,16 +214,15 @@ def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network
     reduced = sum(w.gradient_bytes for w in weights) * share
     gathered = sum(w.copy_bytes or w.gradient_bytes for w in weights if w.gradient_bytes)
     exchanges: tuple[tuple[CollectiveKind, str, str, float], ...] = (
-        ("reduce-scatter" if problem.zero else "all-reduce", "reduce_seconds", "backward_seconds", reduced),
+        ("reduce-scatter" if problem.replicas.zero else "all-reduce", "reduce_seconds", "backward_seconds", reduced),
         ("all-gather", "gather_seconds", "forward_seconds", gathered),
     )
     found, ranks = [0.0] * problem.pp, rank_costs(problem, costs)
-    ranks_of_ring = problem.replicas.sharing if problem.zero else problem.dp
     for kind, exchange, passes, num_bytes in exchanges:
         if whole := sum(getattr(w, exchange) for w in weights):
             rate = network.collectives.get(kind, network.port).bytes_per_second
             # of a second of the exchange
-            carried = ring_share(kind, ranks_of_ring) * num_bytes / rate / whole
+            carried = ring_share(kind, problem.replicas.group_size) * num_bytes / rate / whole
             hidden = (rank.total(exchange) - rank.exposed_part(exchange, passes) for rank in ranks)
             found = [known + carried * seconds for known, seconds in zip(found, hidden)]
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import ONE_DEVICE, Alternative, Balance, OtherMeshes, zero_text
+from autopar.ir.plan_parts import ONE_DEVICE, ONE_REPLICA, Alternative, Balance, OtherMeshes
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.merge import merge
@@ -54,7 +54,7 @@ def alternatives(
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
     near = look_up(setting, bounds, by_mesh[problem.mesh], neighbours(setting, point_of(decision)))
-    rows += [replace(listed(point_label(c.point, problem.dp), c), microbatches=c.point.microbatches) for c in near]
+    rows += [replace(listed(point_label(c.point), c), microbatches=c.point.microbatches) for c in near]
     rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, bounds, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
@@ -107,12 +107,13 @@ def microbatch_bound(bounds: LowerBounds, tp: int, size: int) -> float | None:
 def mesh_label(point: Point) -> str:
     """``pp 2 × tp 1 × dp 2, v 2, m 8, ZeRO-1``: the mesh, stages a rank, microbatches, what replicas share."""
     chunks = f", v {point.pipeline.chunks}" if point.pipeline.chunks > 1 else ""
-    return f"{point.mesh}{chunks}, m {point.microbatches:,}{zero_text(point.zero, point.dp_shard)}"
+    zero = f", {point.replicas.zero_text}" if point.replicas.zero else ""
+    return f"{point.mesh}{chunks}, m {point.microbatches:,}{zero}"
 
 
-def point_label(point: Point, dp: int) -> str:
+def point_label(point: Point) -> str:
     """``8 microbatches``, and whether the state is shared where there are replicas."""
-    zero = "" if dp == 1 else zero_text(point.zero, point.dp_shard) or ", no ZeRO-1"
+    zero = f", {point.replicas.zero_text or 'no ZeRO-1'}" if point.replicas.dp > 1 else ""
     return plural(point.microbatches, "microbatch", "es") + zero
 
 
@@ -159,10 +160,9 @@ def without_recomputation(setting: Setting, decision: Decision) -> list[Candidat
 
 def one_device(setting: Setting, bounds: LowerBounds) -> Candidate:
     """The fastest of a single device, or the one that needs least."""
-    alone = Mesh(1)
     pipeline = Pipeline("gpipe" if setting.constraints.schedule == "gpipe" else "1f1b")
     candidates = microbatch_candidates(setting.constraints, 1)
-    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=bounds.seconds)
+    points = sorted((Point(1, 1, ONE_REPLICA, m, pipeline) for m in candidates), key=bounds.seconds)
     found: list[Candidate] = []
     for point in points:
         best = min((c.seconds for c in found), default=float("inf"))

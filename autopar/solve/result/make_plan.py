@@ -99,8 +99,8 @@ def make_plan(
         exceptions=found.exceptions,
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
         strategies=compressed(priced.strategies, [op.name for op in setting.graph.ops]),
-        zero=decision.zero,
-        dp_shard=problem.dp_shard,
+        zero=problem.replicas.zero,
+        dp_shard=problem.replicas.dp_shard,
         param_blocks={
             weight.block: "kept" if weight.block in priced.kept else "gathered"
             for weight in problem.cost.weights

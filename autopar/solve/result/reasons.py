@@ -13,7 +13,7 @@ def parts(decision: Decision, step: StepTime, batch: int) -> StepBreakdown:
     """Breakdown of the step on the mean rank; waiting for transfers is part of the bubble."""
     problem = decision.problem
     idle = step.bubble_fraction * step.pipeline_seconds
-    microbatches = batch / problem.dp / problem.cost.batch
+    microbatches = batch / problem.replicas.dp / problem.cost.batch
     collectives = decision.priced.collective_seconds * microbatches / problem.pp
     again = sum(c.recompute_seconds for c in stage_costs(problem, decision.stage_of)) * microbatches / problem.pp
     return StepBreakdown(

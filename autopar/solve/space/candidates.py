@@ -51,7 +51,7 @@ class Candidate:
     @property
     def decision(self) -> Decision:
         assert self.stage_of is not None, f"{self.point} was not cut"
-        return Decision(self.problem, self.priced, self.point.zero, self.stage_of)
+        return Decision(self.problem, self.priced, self.stage_of)
 
 
 def evaluate(
@@ -135,7 +135,7 @@ def cut_and_evaluate(
         return None
     stage_of = merged.expand(units)
     found = replace(uncut, stage_of=stage_of, step=step_time(setting, problem, stage_of))
-    if point.zero == 3:
+    if point.replicas.zero == 3:
         found = keep_blocks(setting, found, limit_bytes)
     return improve(setting, found, limit_bytes) if found.seconds < near_seconds else found
 
@@ -197,21 +197,19 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         pins={} if compared else pinned_groups(priced.cost, setting.graph, asked.pins, point.stages),
         time_limit_seconds=asked.solver_seconds,
         tp=mesh.tp,
-        dp=mesh.dp,
+        replicas=point.replicas,
         recompute=asked.recompute,
         schedule=schedule,
         chunks=chunks,
         in_flight_profiles=profiles if chunks > 1 else (),
-        peers=peers(setting, mesh, point.dp_shard),
+        peers=peers(setting, point),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
-        zero=point.zero,
-        dp_shard=point.dp_shard,
         reduce_dtype=asked.reduce_dtype,
     )
 
 
-def peers(setting: Setting, mesh: Mesh, dp_shard: int = 0) -> frozenset[Axis]:
+def peers(setting: Setting, point: Point) -> frozenset[Axis]:
     """Mesh axes whose ranks reach each other's memory: on GPUs of one node that have peer access, where they may.
 
     Of the replicas those that divide what ZeRO says.
@@ -219,7 +217,8 @@ def peers(setting: Setting, mesh: Mesh, dp_shard: int = 0) -> frozenset[Axis]:
     hardware = setting.hardware
     if not (setting.constraints.peer_memory and hardware.peer_access and hardware.device_type == "cuda"):
         return frozenset()
-    spans: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.tp * (dp_shard or mesh.dp), "pp": mesh.devices}
+    mesh, replicas = point.mesh, point.replicas
+    spans: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.tp * replicas.group_size, "pp": mesh.devices}
     sizes: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.dp, "pp": mesh.pp}
     return frozenset(axis for axis, span in spans.items() if sizes[axis] > 1 and span <= hardware.devices_per_node)
 

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import ONE_REPLICA, ZeroStage
 from autopar.solve.cuts.step_time import Setting
 from autopar.solve.result.alternatives import MAX_MESHES
 from autopar.solve.space.candidates import Candidate, cut_and_evaluate, evaluate, look_up, make_cut_problem
@@ -134,7 +134,7 @@ def explore_mesh(
         limits = (
             m
             for (pipeline, zero, sharing), m in too_large.items()
-            if pipeline == point.pipeline and zero >= point.zero and sharing >= point.replicas.sharing
+            if pipeline == point.pipeline and zero >= point.replicas.zero and sharing >= point.replicas.sharing
         )
         candidate = None
         if point.pipeline.chunks > 1 or all(point.microbatches > m for m in limits):
@@ -149,7 +149,7 @@ def explore_mesh(
         if candidate is not None and candidate.step is None:
             if not too_large and not fits_at_all(setting, mesh):
                 break
-            kind = (point.pipeline, point.zero, point.replicas.sharing)
+            kind = (point.pipeline, point.replicas.zero, point.replicas.sharing)
             too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
         again = more_divided(setting, point)
         if again is not None and (candidate is None or candidate.step is None or candidate.recomputes_to_fit):
@@ -210,7 +210,7 @@ def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
     """Whether the model can use that many tensor-parallel ranks on the same devices."""
-    return bool(next(shardings_at(setting, replace(point, mesh=Mesh(1, tp, 1), zero=0))).strategies)
+    return bool(next(shardings_at(setting, replace(point, pp=1, tp=tp, replicas=ONE_REPLICA))).strategies)
 
 
 def listed(notes: tuple[str, ...]) -> str:

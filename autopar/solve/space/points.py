@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 from autopar.ir.mesh import Mesh
@@ -47,21 +48,21 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the search space: mesh, microbatches per replica, schedule, and how replicas share (`Replicas`)."""
+    """Point of the search space: mesh, what replicas share, microbatches of each, and schedule."""
 
-    mesh: Mesh
+    pp: int
+    tp: int
+    replicas: Replicas
     microbatches: int
-    zero: ZeroStage = 0
     pipeline: Pipeline = Pipeline()
-    dp_shard: int = 0
 
-    @property
-    def replicas(self) -> Replicas:
-        return Replicas(self.mesh.dp, self.zero, self.dp_shard)
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(self.pp, self.tp, self.replicas.dp)
 
     @property
     def stages(self) -> int:
-        return self.mesh.pp * self.pipeline.chunks
+        return self.pp * self.pipeline.chunks
 
     @property
     def in_flight(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -70,7 +71,7 @@ class Point:
 
         Error: a searched schedule divides its limit evenly among the stages of a rank.
         """
-        pp, m, (schedule, chunks) = self.mesh.pp, self.microbatches, (self.pipeline.schedule, self.pipeline.chunks)
+        pp, m, schedule, chunks = self.pp, self.microbatches, self.pipeline.schedule, self.pipeline.chunks
         if schedule == "searched":
             return (((min(m, -(-self.pipeline.kept * pp // 2)),) * chunks,),) * pp
         if chunks == 1:
@@ -80,15 +81,15 @@ class Point:
     @property
     def is_interleaved_too(self) -> bool:
         """Whether its schedule is interleaved-overlap with actions in interleaved's order."""
-        return self.pipeline.schedule == "interleaved-overlap" and not may_overlap(self.mesh.pp, self.microbatches)
+        return self.pipeline.schedule == "interleaved-overlap" and not may_overlap(self.pp, self.microbatches)
 
 
 def point_of(decision: Decision) -> Point:
     """Point at which a decision was found."""
     problem = decision.problem
-    kept = -(-2 * problem.in_flight[0] // problem.pp) if problem.schedule == "searched" else 0
+    kept = max(KEPT[0], -(-2 * problem.in_flight[0] // problem.pp)) if problem.schedule == "searched" else 0
     pipeline = Pipeline(problem.schedule, problem.chunks, kept)
-    return Point(problem.mesh, problem.microbatches, decision.zero, pipeline, problem.dp_shard)
+    return Point(problem.pp, problem.tp, problem.replicas, problem.microbatches, pipeline)
 
 
 def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
@@ -99,21 +100,22 @@ def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
         for zero in get_args(ZeroStage) if wanted is None else (wanted,):
             if not zero or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
-                    if (zero == 2 and m > 1) or not may_split(setting, pipeline, mesh, zero, m):
+                    if zero == 2 and m > 1:
                         break
+                    if pipeline.is_split and not may_split(setting, pipeline, mesh, zero, m):
+                        continue
                     for dp_shard in sharing_groups(setting, mesh) if zero else (0,):
-                        point = Point(mesh, m, zero, pipeline, dp_shard)
+                        point = Point(mesh.pp, mesh.tp, Replicas(mesh.dp, zero, dp_shard), m, pipeline)
                         if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
                             yield point
 
 
 def may_split(setting: Setting, pipeline: Pipeline, mesh: Mesh, zero: ZeroStage, microbatches: int) -> bool:
-    """Whether a schedule may have so many microbatches, and more: split backwards know ZeRO-1 at most, and lists of
-    actions are short unless they are asked for."""
-    if not pipeline.is_split:
-        return True
+    """Whether a schedule with split backwards is one of the search's: with ZeRO-1 at most, with few actions unless it is
+    asked for, and not if a smaller limit of activations holds all microbatches too."""
     is_short = 3 * mesh.pp * pipeline.chunks * microbatches <= MAX_SEARCHED_ACTIONS
-    return zero <= 1 and (is_short or setting.constraints.schedule != "auto")
+    holds_all = pipeline.kept > KEPT[0] and (pipeline.kept - 1) * mesh.pp >= 2 * microbatches
+    return zero <= 1 and not holds_all and (is_short or setting.constraints.schedule != "auto")
 
 
 def sharing_groups(setting: Setting, mesh: Mesh) -> tuple[int, ...]:
@@ -128,18 +130,18 @@ def sharing_groups(setting: Setting, mesh: Mesh) -> tuple[int, ...]:
 
 def first_points(setting: Setting, mesh: Mesh) -> list[Point]:
     """Points of a mesh without ZeRO-2 and -3, unless they are asked for: ZeRO-1 is as fast, and needs more memory."""
-    return [p for p in enumerate_points(setting, mesh) if p.zero < 2 or setting.constraints.zero == p.zero]
+    return [p for p in enumerate_points(setting, mesh) if p.replicas.zero in (0, 1, setting.constraints.zero)]
 
 
 def least_memory_points(setting: Setting, mesh: Mesh) -> list[Point]:
     """Points of a mesh of which one needs least memory: with fewest stages a rank, most microbatches or ZeRO."""
-    points = [p for p in enumerate_points(setting, mesh) if p.dp_shard in (0, setting.constraints.dp_shard)]
+    points = [p for p in enumerate_points(setting, mesh) if p.replicas.dp_shard in (0, setting.constraints.dp_shard)]
     fewest = min(p.pipeline.chunks for p in points)
     points = [p for p in points if p.pipeline.chunks == fewest]
     # Slots may make a stage larger than the one before it.
-    stages = sorted({p.zero for p in points}, reverse=True)[:2]
-    best = [max(points, key=lambda p: (p.microbatches, p.zero))]
-    best += [max((p for p in points if p.zero == zero), key=lambda p: p.microbatches) for zero in stages]
+    stages = sorted({p.replicas.zero for p in points}, reverse=True)[:2]
+    best = [max(points, key=lambda p: (p.microbatches, p.replicas.zero))]
+    best += [max((p for p in points if p.replicas.zero == zero), key=lambda p: p.microbatches) for zero in stages]
     return list(dict.fromkeys(best))
 
 
@@ -153,21 +155,22 @@ def neighbours(setting: Setting, point: Point) -> list[Point]:
     """Points with the same mesh and schedule: with fewer and with more microbatches, and with ZeRO-1 or without; from
     ZeRO-2 on, where replicas fill several nodes, with ZeRO-3 too, whose buckets are smaller."""
     points = [p for p in enumerate_points(setting, point.mesh) if are_alike(p, point.pipeline)]
-    zero = 1 if point.zero == 2 else point.zero  # ZeRO-2 is for one microbatch
-    same = [p for p in points if (p.zero, p.dp_shard) == (zero, point.dp_shard)]
+    alike = replace(point.replicas, zero=1) if point.replicas.zero == 2 else point.replicas  # 2 is for one microbatch
+    same = [p for p in points if p.replicas == alike]
     near = [p for p in same if p.microbatches < point.microbatches][-1:]
     near += [p for p in same if p.microbatches > point.microbatches][:1]
     crosses_nodes = point.mesh.dp * point.mesh.tp > setting.hardware.devices_per_node
-    stages = (0, 1, 3) if crosses_nodes and point.zero >= 2 else (0, 1)
-    others = [p for p in points if p.zero in stages and p.replicas != point.replicas]
+    stages = (0, 1, 3) if crosses_nodes and point.replicas.zero >= 2 else (0, 1)
+    others = [p for p in points if p.replicas.zero in stages and p.replicas != point.replicas]
     return near + [p for p in others if p.microbatches == point.microbatches]
 
 
 def more_divided(setting: Setting, point: Point) -> Point | None:
     """The point with the next ZeRO stage, for a point that needs too much memory; None if none is left to try."""
-    if point.zero == 0 or point.zero == 3 or setting.constraints.zero is not None:
+    zero = point.replicas.zero
+    if zero in (0, 3) or setting.constraints.zero is not None or point.pipeline.is_split:
         return None
-    return replace(point, zero=2 if point.zero == 1 and point.microbatches == 1 else 3)
+    return replace(point, replicas=replace(point.replicas, zero=2 if zero == 1 and point.microbatches == 1 else 3))
 
 
 def are_alike(point: Point, pipeline: Pipeline) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import zero_text
 from autopar.ir.units import TIME, plural, text
 from autopar.runtime.launch.devices import Machine
 from autopar.tools.bench.result import BenchRow
@@ -24,7 +23,7 @@ def plan_label(plan: Plan) -> str:
     axes = [f"{name} {size}" for name, size in (("pp", mesh.pp), ("tp", mesh.tp), ("dp", mesh.dp)) if size > 1]
     chunks = f" × {plan.chunks}" if plan.chunks > 1 else ""
     extra = [f"{plan.schedule}{chunks}"] if mesh.pp > 1 else []
-    extra += [zero_text(plan.zero, plan.dp_shard).removeprefix(", ")] if plan.zero else []
+    extra += [plan.replicas.zero_text] if plan.zero else []
     levels = {stage.recompute for stage in plan.stages}
     extra += ["recomputing" if levels == {"all"} else "recomputing in part"] if levels != {"none"} else []
     cut = f"{plural(plan.microbatches, 'microbatch', 'es')} of {plan.microbatch_size}"

@@ -99,7 +99,7 @@ def sharing(plan: Plan) -> str:
         return "no"
     kept = sum(own == "kept" for own in plan.param_blocks.values())
     blocks = f", {kept} of {len(plan.param_blocks)} blocks kept" if plan.zero == 3 else ""
-    return f"{plan.zero}{f' over {plan.dp_shard}' if plan.dp_shard else ''}{blocks}"
+    return f"{plan.replicas.stage_text}{blocks}"
 
 
 def settings(before: Plan, after: Plan) -> Iterator[Change]:

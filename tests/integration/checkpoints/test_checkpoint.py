@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
@@ -36,6 +37,7 @@ from support.checkpoint_models import (
     start,
     trained,
 )
+from support.effort import full
 from support.forks import run_on_two
 from support.hardware import slow_compute
 from support.models import Tied
@@ -47,6 +49,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar import ResumeWarning
 from autopar.api.checkpoint import read_header, read_plan, read_weights
+from autopar.ir.mesh import MESH_AXES
 from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.folder import TRAINING
 from autopar.runtime.checkpoint.rank_state import decoded_training
@@ -84,9 +87,24 @@ def leg(name: str, devices: int, mesh: dict[str, Any], given: Path | None, folde
 
 
 MESHES: dict[str, dict[str, dict[str, Any]]] = {
-    "vit": {"tp": {"tp": 2, "hardware": "slow-compute"}, "pp": {"pp": 2}, "zero": {"dp": 2, "zero": 1}},
+    "vit": {
+        "tp": {"tp": 2, "hardware": "slow-compute"}, "pp": {"pp": 2}, "zero": {"dp": 2, "zero": 1},
+        "zero 3": {"dp": 2, "zero": 3},
+    },
     "convolutions": {"zero": {"dp": 2, "zero": 1}},
-}
+}  # fmt: skip
+if full():  # each mesh loads what the one before has saved
+    MESHES["vit"] |= {
+        "zero 3 of four": {"dp": 4, "zero": 3}, "zero 3 of two in four": {"dp": 4, "zero": 3, "dp_shard": 2},
+        "zero 0": {"dp": 2, "zero": 0}, "zero 3 with a pipeline": {"dp": 2, "zero": 3, "pp": 2},
+        "zero 1 of four": {"dp": 4, "zero": 1},
+        "zero 3 with shards": {"dp": 2, "zero": 3, "tp": 2, "hardware": "slow-compute"},
+        "zero 3, compiled": {"dp": 2, "zero": 3, "compile": True}, "pp again": {"pp": 2},
+    }  # fmt: skip
+    MESHES["convolutions"] |= {
+        "zero 3": {"dp": 2, "zero": 3},
+        "zero 3 of four": {"dp": 4, "zero": 3, "microbatches": 1},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +119,7 @@ def legs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Leg]]:
         given = own["first"].folder
         for key, mesh in meshes.items():
             chosen = mesh | ({"hardware": str(slow_compute(root))} if "hardware" in mesh else {})
-            own[key] = leg(name, 2, chosen, given, root / key)
+            own[key] = leg(name, prod(mesh.get(axis, 1) for axis in MESH_AXES), chosen, given, root / key)
             given = own[key].folder
         own["last"] = leg(name, 1, alone, given, root / "last")
     return found

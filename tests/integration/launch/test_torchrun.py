@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.caller_modes import MODES, PLACES, SETTINGS, assert_equal, results
-from support.forks import run_on_two
+from support.forks import run_on_two, run_ranks
 
 SCRIPT = """
 import os, sys
@@ -194,6 +194,70 @@ print(f"rank {rank} agrees", flush=True)
 
 def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
     assert_both_ranks_agree(run_on_two(tmp_path, REPLICAS))
+
+
+GROUPS = """
+import functools, os
+import torch
+import torch.nn.functional as F
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.models import tiny_vit
+from support.reference import Reference, assert_all_close, assert_close, replica_part
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model, x, y = tiny_vit(3), torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+reference = Reference(model, F.cross_entropy, adamw)
+plan = plan_by_hand(model, x, 2, [], dp=4, zero=3, dp_shard=2)
+
+def agree():
+    assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+
+with autopar.parallelize(model, 4, x, plan=plan, loss_fn=F.cross_entropy, optimizer=adamw) as pm:
+    assert (pm.data_rank, pm.data_size) == (rank, 4)
+    held = pm._ranks.gathered(sum(p.numel() for p in pm._ranks.rank.sharded.pieces.values()))
+    numel = sum(p.numel() for p in model.parameters())
+    assert held[0] + held[1] == held[2] + held[3] == numel and max(held) < 0.6 * numel, held
+    own, target = replica_part(x, pm), replica_part(y, pm)
+    for _ in range(2):
+        loss = reference.forward_backward(x, y, 2, 4)
+        assert abs(pm.forward_backward(own, target).loss - loss) < 1e-5
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+        loss = reference.forward_backward(x, y, 2, 4)  # gradients accumulate
+        norm = torch.nn.utils.get_total_norm(reference.gradients().values()).item()
+        reference.step()
+        result = pm.train_step(own, target)
+        assert abs(result.loss - loss) < 1e-5 and abs(result.grad_norm / norm - 1) < 1e-4, (result, loss, norm)
+    agree()
+    pm.save_checkpoint("saved")
+    pm.load_state_dict(model.state_dict())
+    try:
+        pm.train_step(own, target[: 4 - rank % 2])
+        raise SystemExit("a target of another size was accepted")
+    except autopar.UsageError as error:
+        assert "target" in str(error), error
+    pm.load_checkpoint("saved")
+    agree()
+    reference.forward_backward(x, y, 2, 4)
+    reference.step()
+    pm.train_step(own, target)
+    agree()
+    pm.eval()
+    reference.model.eval()
+    assert_close(pm(own), replica_part(reference.model(x).detach(), pm), "output")
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_groups_of_replicas_that_share_parameters_have_the_numbers_of_one_device(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(GROUPS)
+    done = run_ranks(4, tmp_path / "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"rank \d agrees", done.stdout)) == 4
 
 
 SHARDS = """

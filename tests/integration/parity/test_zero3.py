@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand, ranks_of, with_levels
+from support.hardware import slow_compute
 from support.models import UNet, tiny_vit
-from support.parity import images_and_labels
+from support.parity import images_and_labels, three_steps_of
 from support.reference import Reference, assert_all_close
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -25,6 +27,7 @@ from torch import nn
 import autopar
 from autopar.ir import grad_buckets
 from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, NUM_PARAM_SLOTS
+from autopar.ir.mesh import MESH_AXES
 from autopar.runtime.params.sharded_params import SavedView, ShardedParams
 from autopar.runtime.rank import Rank
 
@@ -316,6 +319,26 @@ def test_processes_go_on_under_another_mesh_and_stage(compile: bool, tmp_path: P
             assert_all_close(pm.state_dict(), reference.model.state_dict(), f"state of run {number}")
             folder = tmp_path / str(number)
             pm.save_checkpoint(folder)
+
+
+SHARDED = {
+    "two shards": {"tp": 2, "dp": 2},
+    "two shards of two stages": {"pp": 2, "tp": 2, "dp": 2},
+    "two shards in two groups": {"tp": 2, "dp": 4, "dp_shard": 2},
+}
+
+
+@pytest.mark.parametrize("kept", only([False], [False, True]))
+@pytest.mark.parametrize("name", only(["two shards"], SHARDED))
+def test_shards_have_the_numbers_of_one_device(name: str, kept: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = tiny_vit(3), images_and_labels(8)
+    options: dict[str, Any] = SHARDED[name] | {"zero": 3, "hardware": str(slow_compute(tmp_path))}
+    devices = prod(options.get(axis, 1) for axis in MESH_AXES)
+    plan = autopar.plan(model, devices, x, microbatches=2, **options)
+    assert "tp" in " ".join(plan.shardings.values()) and (plan.zero, plan.mesh.tp) == (3, 2)
+    blocks = dict.fromkeys(plan.param_blocks, "gathered") | ({"blocks.1": "kept"} if kept else {})
+    three_steps_of(replace(plan, param_blocks=blocks), model, x, y, optimizer=ADAMW)  # type: ignore[arg-type]
 
 
 def test_a_plan_names_blocks_of_the_model() -> None:

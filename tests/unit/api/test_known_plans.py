@@ -35,7 +35,7 @@ def decision_of(plan: autopar.Plan) -> str:
     """``dp 8, ZeRO-1``: sizes of the mesh above 1, ZeRO stage, whether ranks have several stages or recompute."""
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "tp", "dp")}
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["one device"]
-    parts += [f"ZeRO-{plan.zero}{f' over {plan.dp_shard}' if plan.dp_shard else ''}"] if plan.zero else []
+    parts += [plan.replicas.zero_text] if plan.zero else []
     parts += ["interleaved"] if plan.chunks > 1 else []
     return ", ".join([*parts, *(["recomputing"] if any(stage.recompute != "none" for stage in plan.stages) else [])])
 

@@ -53,6 +53,7 @@ def test_impossible_options(given: dict, message: str) -> None:
 def test_the_mesh_is_left_to_the_planner() -> None:
     assert (Options().pp, Options().tp, Options().dp, Options().zero) == (None,) * 4
     assert Options.of({"tp": 2, "dp": 4, "zero": 0}) == Options(tp=2, dp=4, zero=0)
+    assert Options.of({"zero": "auto"}) == Options()
 
 
 @pytest.mark.parametrize(

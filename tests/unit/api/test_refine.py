@@ -53,7 +53,7 @@ class ChoicePrices:
         return self.choice_graph
 
     def sharing(self, tp: int, replicas: Replicas) -> Sharing:
-        return Sharing(tp, replicas.dp, replicas.zero, replicas.dp_shard)
+        return Sharing(tp, replicas)
 
     def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("there are no replicas")

@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph, LocalDevice, Op
 from autopar.ir.hardware import Efficiency, Hardware, Launch, Link
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.network import Network, Port
-from autopar.ir.plan_parts import ReduceDtype, ZeroStage
+from autopar.ir.plan_parts import ReduceDtype, Replicas, ZeroStage
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
@@ -302,21 +302,21 @@ BUCKET = 25 * 2**20
 # half of a gradient bucket of 256 bytes
 SHARES = {
     "alone": (Sharing(), (128 + 128 + 256, 0.0, 1152e-9)),
-    "two replicas": (Sharing(dp=2), (512, (1e-3 + 256e-6) / 2, 1152e-9)),
+    "two replicas": (Sharing(replicas=Replicas(2)), (512, (1e-3 + 256e-6) / 2, 1152e-9)),
     "ZeRO-1": (
-        Sharing(dp=2, zero=1),
+        Sharing(replicas=Replicas(2, 1)),
         (128 + 128 + 128, 2 * (1e-3 + 128e-6) / 2, 576e-9),
     ),
     "ZeRO-2": (
-        Sharing(dp=2, zero=2),
+        Sharing(replicas=Replicas(2, 2)),
         (128 + 64 + 128, 2 * (1e-3 + 128e-6) / 2, 576e-9 + 128e-9),
     ),
     "bfloat16 between replicas": (
-        Sharing(dp=2, reduce_dtype="bfloat16"),
+        Sharing(replicas=Replicas(2), reduce_dtype="bfloat16"),
         (512, (1e-3 + 128e-6) / 2, 1152e-9 + 2 * (128 + 64) * 1e-9),
     ),
     "ZeRO-2, bfloat16 between replicas": (
-        Sharing(dp=2, zero=2, reduce_dtype="bfloat16"),
+        Sharing(replicas=Replicas(2, 2), reduce_dtype="bfloat16"),
         (128 + 64 + 128, (1e-3 + 64e-6 + 1e-3 + 128e-6) / 2, 576e-9 + 1.5 * (128 + 64) * 1e-9),
     ),
     "summed over shards": (
@@ -332,7 +332,8 @@ def test_what_a_weight_costs_the_ranks_that_share_it(case: str):
     holding = price(MLP, graph_stats(MLP), MACHINE, 2, sharing).weights[0]
     assert holding.num_bytes == num_bytes
     assert holding.reduce_seconds + holding.gather_seconds == pytest.approx(reduce_seconds)
-    assert (holding.gather_seconds > 0) == (sharing.zero > 0) and holding.num_buckets == (sharing.dp > 1) / 2
+    assert (holding.gather_seconds > 0) == (sharing.replicas.zero > 0)
+    assert holding.num_buckets == (sharing.replicas.dp > 1) / 2
     assert holding.optimizer_seconds == pytest.approx(optimizer_seconds)
 
 
@@ -346,16 +347,16 @@ def test_weights_alone_depend_on_the_replicas(case: str):
 def test_segments_that_do_not_move_together_start_one_after_another() -> None:
     """A large parameter and a small one have an owner each; padding the small one's segment would take longer."""
     large, small = parameter("large", 3000, 1024), parameter("small", 128)
-    remote, sharing = replace(MACHINE, peer_access=False), Sharing(dp=2, zero=1)
+    remote, zero1 = replace(MACHINE, peer_access=False), Sharing(replicas=Replicas(2, 1))
     counts = {
-        (zero, machine.peer_access): gradient_buckets([large, small], replace(sharing, zero=zero), machine)["large"]
-        for zero in (0, 1)
+        (own.replicas.zero, machine.peer_access): gradient_buckets([large, small], own, machine)["large"]
+        for own in (Sharing(replicas=Replicas(2)), zero1)
         for machine in (MACHINE, remote)
     }
     assert {key: bucket.num_collectives for key, bucket in counts.items()} == {
         (0, True): 1, (0, False): 1, (1, True): 1, (1, False): 2,
     }  # fmt: skip
-    once, twice = (weight_cost(large, (0,), sharing, remote, bucket=counts[1, peers]) for peers in (True, False))
+    once, twice = (weight_cost(large, (0,), zero1, remote, bucket=counts[1, peers]) for peers in (True, False))
     share = 3000 * 1024 / (3000 * 1024 + 128)
     assert twice.reduce_seconds - once.reduce_seconds == pytest.approx(1e-3 * share)
     assert twice.gather_seconds - once.gather_seconds == pytest.approx(1e-3 * share)
@@ -365,7 +366,7 @@ def test_segments_that_do_not_move_together_start_one_after_another() -> None:
 def test_a_reduction_in_bfloat16_takes_half_the_time_and_a_gather_as_long(zero: ZeroStage):
     machine = replace(MACHINE, collective=Link(0.0, 1e6))
     wide, narrow = (
-        price(MLP, graph_stats(MLP), machine, 2, Sharing(dp=2, zero=zero, reduce_dtype=dtype)).weights
+        price(MLP, graph_stats(MLP), machine, 2, Sharing(replicas=Replicas(2, zero), reduce_dtype=dtype)).weights
         for dtype in get_args(ReduceDtype)
     )
     assert all(w.reduce_seconds > 0 for w in wide)
@@ -375,6 +376,6 @@ def test_a_reduction_in_bfloat16_takes_half_the_time_and_a_gather_as_long(zero: 
 
 def test_replicas_on_other_nodes_communicate_over_the_network():
     machine = replace(MACHINE, network=Network(Port(1e-2, 1e5)))
-    near, far = (price(MLP, graph_stats(MLP), machine, 2, Sharing(tp=tp, dp=2)).weights[0] for tp in (2, 4))
+    near, far = (price(MLP, graph_stats(MLP), machine, 2, Sharing(tp, Replicas(2))).weights[0] for tp in (2, 4))
     assert near.reduce_seconds == pytest.approx((1e-3 + 256e-6) / 2)
     assert far.reduce_seconds == pytest.approx((1e-2 + 2560e-6) / 2)

@@ -25,7 +25,7 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import Replicas, ZeroStage
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.trace.trace import trace
@@ -394,7 +394,7 @@ def test_state_that_is_updated_in_place_stays_where_it_is():
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_replicas_change_what_weights_cost(zero: ZeroStage):
     """Split ones, replicated ones, and those that are read on parts of the tokens."""
-    vit, sharing = case("vit without class token"), Sharing(2, 2, zero)
+    vit, sharing = case("vit without class token"), Sharing(2, Replicas(2, zero))
     split = vit.named({"norm1.layer_norm": "d1", "fc1.linear": "d1", "fc2.linear": "d1", "head.linear": "n"})
     shared = with_replicas(vit.choices, vit.graph, sharing, FAST)
     chosen = [g.strategies[k] for g, k in zip(shared.groups, split.picks, strict=True)]

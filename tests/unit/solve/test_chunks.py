@@ -32,7 +32,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import INTERLEAVED
+from autopar.ir.plan_parts import INTERLEAVED, ONE_REPLICA
 from autopar.ir.table import plan_text
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import replayed_seconds
@@ -282,7 +282,7 @@ def test_the_floor_of_chunks_is_below_every_cut(
         return
     batch = microbatches * samples - (microbatches > 1)  # the last microbatch is smaller
     sizes = [1.0] * (batch // samples) + [0.5] * (batch % samples)
-    point = Point(Mesh(pp), len(sizes), pipeline=Pipeline(name, chunks))
+    point = Point(pp, 1, ONE_REPLICA, len(sizes), Pipeline(name, chunks))
     graph = blocks(1)
     cost = Unsharded(lambda b: priced(graph, [[0], [1]], [1.0] * 2, b))
     setting = Setting(graph, FREE, model_of(graph), Constraints(devices=pp, batch=batch), cost)

@@ -13,7 +13,7 @@ from support.effort import examples
 
 from autopar.ir.cost_graph import Group, ResidentTensor
 from autopar.ir.hardware import Link
-from autopar.ir.plan_parts import INTERLEAVED
+from autopar.ir.plan_parts import INTERLEAVED, Replicas
 from autopar.schedule.generate import in_flight_profiles
 from autopar.solve.cuts.dynamic_programme import stage_intervals
 from autopar.solve.cuts.evaluate import assignment_costs, interval_costs
@@ -52,10 +52,10 @@ def chunked_problems(draw: st.DrawFn) -> tuple[CutProblem, tuple[int, ...]]:
     peers: frozenset[Axis] = frozenset({"pp", "tp", "dp"}) if draw(st.booleans()) else frozenset()
     problem = CutProblem(
         cost, stages, microbatches, None, tuple(draw(st.integers(1, 3)) for _ in range(stages)),
-        tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)), tp=2, dp=draw(st.integers(1, 2)),
-        chunks=chunks, in_flight_profiles=profiles if chunks > 1 else (), peers=peers,
-        balance=draw(st.sampled_from(["time", "params", "uniform"])), input_bytes=draw(number),
-        reserve_bytes=draw(number),
+        tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)), tp=2,
+        replicas=Replicas(draw(st.integers(1, 2))), chunks=chunks, peers=peers,
+        in_flight_profiles=profiles if chunks > 1 else (), input_bytes=draw(number), reserve_bytes=draw(number),
+        balance=draw(st.sampled_from(["time", "params", "uniform"])),
     )  # fmt: skip
     return problem, tuple(sum(g >= end for end in ends) for g in range(len(cost.groups)))
 

@@ -23,6 +23,7 @@ from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor
 from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, bucket_sizes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
+from autopar.ir.plan_parts import Replicas
 from autopar.runtime.comm.symmetric_p2p import count_until_freed, reserved_bytes
 from autopar.runtime.params.flat_buckets import flat_buckets, replica_owners
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
@@ -40,7 +41,7 @@ MIB = 2**20
 # -- formulas ------------------------------------------------------------------------------------------------------
 
 
-def chain(weights: tuple[ResidentTensor, ...], **options: Any) -> CutProblem:
+def chain(weights: tuple[ResidentTensor, ...], dp: int = 1, **options: Any) -> CutProblem:
     """Three groups that save 8, 4 and 2 MiB with working sets of 5, 6 and 1, on one stage."""
     sizes = ((8, 5), (4, 6), (2, 1))
     groups = tuple(
@@ -49,7 +50,7 @@ def chain(weights: tuple[ResidentTensor, ...], **options: Any) -> CutProblem:
     )
     cost = CostGraph("chain", 1, (*groups, Group("loss", (), "")), (), weights)
     return CutProblem(cost, **({"stages": 1, "microbatches": 1, "capacity_bytes": None, "in_flight": (1,),
-                                "boundary": ()} | options))  # fmt: skip
+                                "boundary": (), "replicas": Replicas(dp)} | options))  # fmt: skip
 
 
 def gradient(group: int, mib: int, **rest: Any) -> ResidentTensor:

@@ -16,7 +16,7 @@ from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ZeroStage
+from autopar.ir.plan_parts import Replicas, ZeroStage
 from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost, stage_costs
@@ -54,7 +54,7 @@ def test_a_mesh_is_given_up_only_after_two_zero_stages() -> None:
     """Slots may make a stage larger than the one before it."""
     graph, no_costs = blocks(2), cast(Any, None)
     setting = Setting(graph, MACHINE, model_of(graph), Constraints(devices=4, batch=4), no_costs)
-    assert [(p.microbatches, p.zero) for p in least_memory_points(setting, Mesh(1, 1, 4))] == [(1, 3), (1, 2)]
+    assert [(p.microbatches, p.replicas.zero) for p in least_memory_points(setting, Mesh(1, 1, 4))] == [(1, 3), (1, 2)]
 
 
 def test_replicas_have_enough_samples_for_batch_norm_unless_asked() -> None:
@@ -342,7 +342,7 @@ def on_nodes_of_four(mesh: Mesh, ports: float, chunks: int, zero: ZeroStage) -> 
     problem = CutProblem(
         CostGraph("net", 1, (*groups, Group("loss", (), "")), tuple(edges), tuple(weights)),
         mesh.pp * chunks, 32, None, (1,) * (mesh.pp * chunks), boundary_links(machine, mesh, chunks),
-        tp=mesh.tp, dp=mesh.dp, zero=zero, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b",
+        tp=mesh.tp, replicas=Replicas(mesh.dp, zero), chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b",
         in_flight_profiles=(((1,) * chunks,),) * mesh.pp if chunks > 1 else (),
     )  # fmt: skip
     nothing: Any = None

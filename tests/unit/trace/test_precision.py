@@ -26,7 +26,7 @@ from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import UsageError
 from autopar.ir.cost_graph import BUCKET_BYTES
 from autopar.ir.graph import Graph
-from autopar.ir.plan_parts import Precision
+from autopar.ir.plan_parts import Precision, Replicas
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -433,7 +433,10 @@ def test_prices_of_mixed_precision() -> None:
     assert full.num_bytes == 192 * 768 * (4 + 4 + 8)  # value, gradient, two moments
     assert mixed.num_bytes == full.num_bytes + 192 * 768 * 2
     assert mixed.reduce_seconds == full.reduce_seconds  # the master's gradient travels
-    shared = [weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero=1), hardware) for g in graphs]
+    shared = [
+        weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(replicas=Replicas(4, 1)), hardware)
+        for g in graphs
+    ]
     numel = 192 * 768
     scatter, gather = (bucket_share_seconds(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
     assert [h.reduce_seconds for h in shared] == pytest.approx([scatter, scatter])
