@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 from autopar.schedule.actions import Action, Schedule
+from autopar.schedule.simulate import Pipelined, replayed_seconds
 
 
 def sources(action: Action, last: int) -> tuple[Action, ...]:
-    """Actions whose result an action receives; ``last`` is the last chunk's number."""
+    """Actions of other chunks whose result an action receives; ``last`` is the last chunk's number."""
+    if action.kind == "W":
+        return ()
     chunk = action.chunk + (-1 if action.kind == "F" else 1)
     return (Action(action.kind, chunk, action.microbatch),) if 0 <= chunk <= last else ()
 
@@ -20,5 +24,18 @@ def format_schedule(schedule: Schedule) -> str:
 
 def parse_schedule(text: str) -> Schedule:
     """The schedule that `format_schedule` printed."""
-    rows = [re.findall(r"(\d+)([FB])(\d+)", line.partition(":")[2]) for line in text.splitlines()]
+    rows = [re.findall(r"(\d+)([FBIW])(\d+)", line.partition(":")[2]) for line in text.splitlines()]
     return tuple(tuple(Action(kind, int(chunk), int(number)) for chunk, kind, number in row) for row in rows)
+
+
+def replayed(
+    name: str,
+    pp: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    sizes: Sequence[float],
+) -> float:
+    """Seconds of a generated schedule with whole backwards."""
+    pipeline = Pipelined(name, pp, len(forward) // pp)
+    return replayed_seconds(pipeline, forward, backward, transfers, sizes, [0.0] * len(forward))

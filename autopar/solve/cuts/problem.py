@@ -56,6 +56,11 @@ class Priced:
         return sum(group.seconds for group in self.cost.groups)
 
     @property
+    def wgrad_seconds(self) -> float:
+        """Part of `seconds` that split backwards leave for later."""
+        return sum(group.wgrad_seconds for group in self.cost.groups)
+
+    @property
     def collective_seconds(self) -> float:
         """Time of collectives in `seconds`."""
         return sum(group.collective_seconds for group in self.cost.groups)

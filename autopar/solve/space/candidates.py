@@ -75,6 +75,8 @@ def evaluate(
     if bounds.tighten(point) >= ceiling_seconds:
         return None
     for priced in shardings_at(setting, point):
+        if point.pipeline.is_split and setting.constraints.schedule == "auto" and not priced.wgrad_seconds:
+            return None  # nothing to split
         known = best.seconds if best is not None else float("inf")
         limit, found = min(ceiling_seconds, known), None
         if step_floor(setting, point, priced) < limit:

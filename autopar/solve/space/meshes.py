@@ -82,7 +82,7 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
     if (constraints.chunks or 1) > 1 and mesh.pp == 1:
         return "no pipeline, in which alone ranks have several stages"
     if constraints.schedule in OF_PIPELINES and mesh.pp == 1:
-        return f"no pipeline, which {constraints.schedule} is for"
+        return f"no pipeline for {constraints.schedule}"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
     if pinned is not None and constraints.pins[pinned] >= mesh.pp * (constraints.chunks or 1):
         return f"{pinned} is pinned to stage {constraints.pins[pinned]}"

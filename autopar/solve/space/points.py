@@ -111,7 +111,7 @@ def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
 
 
 def may_split(setting: Setting, pipeline: Pipeline, mesh: Mesh, zero: ZeroStage, microbatches: int) -> bool:
-    """Whether a schedule with split backwards is one of the search's: with ZeRO-1 at most, with few actions unless it is
+    """Whether a schedule with split backwards is searched: with ZeRO-1 at most, with few actions unless it is
     asked for, and not if a smaller limit of activations holds all microbatches too."""
     is_short = 3 * mesh.pp * pipeline.chunks * microbatches <= MAX_SEARCHED_ACTIONS
     holds_all = pipeline.kept > KEPT[0] and (pipeline.kept - 1) * mesh.pp >= 2 * microbatches

@@ -6,14 +6,14 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.schedules import format_schedule
+from support.schedules import format_schedule, replayed
 
 from autopar.errors import UsageError
 from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.schedule.actions import Action
 from autopar.schedule.check import check
 from autopar.schedule.generate import SCHEDULES, generate, in_flight_profiles, max_in_flight, may_overlap
-from autopar.schedule.simulate import replayed_seconds, simulate
+from autopar.schedule.simulate import simulate
 
 PRINTED = {
     ("forward-only", 2, 2): """\
@@ -37,6 +37,16 @@ rank 3: 3F0 3B0 3F1 3B1""",
 rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
 rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
 rank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3""",
+    ("zb-h1", 1, 2): """\
+rank 0: 0F0 0I0 0W0 0F1 0I1 0W1""",
+    ("zb-h1", 3, 1): """\
+rank 0: 0F0 0I0 0W0
+rank 1: 1F0 1I0 1W0
+rank 2: 2F0 2I0 2W0""",
+    ("zb-h1", 3, 4): """\
+rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+rank 2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3""",
 }
 
 
@@ -46,7 +56,7 @@ def test_generated(name: str, pp: int, microbatches: int) -> None:
 
 
 def test_every_schedule_of_a_plan_has_a_recipe() -> None:
-    assert set(SCHEDULES) == set(get_args(ScheduleName))
+    assert {*SCHEDULES, "searched"} == set(get_args(ScheduleName))
     assert {name for name, recipe in SCHEDULES.items() if recipe.allows_chunks} == {"forward-only", *INTERLEAVED}
 
 
@@ -56,11 +66,12 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (
             lambda: generate("gpip", 2, 2),
             "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved, "
-            "interleaved-overlap. Did you mean gpipe?",
+            "interleaved-overlap, zb-h1, searched. Did you mean gpipe?",
         ),
         (
             lambda: generate("?", 2, 2),
-            "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved, interleaved-overlap.",
+            "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved, interleaved-overlap, "
+            "zb-h1, searched.",
         ),
         (lambda: generate("1f1b", 0, 2), "Schedule 1f1b with pp=0: pp must be at least 1."),
         (
@@ -70,7 +81,7 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (lambda: generate("interleaved", 2, 2, 0), "Schedule interleaved with chunks=0: chunks must be at least 1."),
         (
             lambda: generate("gpipe", 2, 2, 2),
-            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved or interleaved-overlap, "
+            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved, interleaved-overlap, searched, "
             "or chunks=1.",
         ),
         (
@@ -216,7 +227,7 @@ def test_overlap_hides_transfers(pp: int, chunks: int) -> None:
     for microbatches in range(1, 25):
 
         def seconds(name: str, hops: dict[tuple[int, int], float], microbatches: int = microbatches) -> float:
-            return replayed_seconds(name, pp, [1.0] * stages, [2.0] * stages, hops, [1.0] * microbatches)
+            return replayed(name, pp, [1.0] * stages, [2.0] * stages, hops, [1.0] * microbatches)
 
         free, (plain, overlap) = seconds("interleaved", {}), (seconds(name, hops) for name in INTERLEAVED)
         if microbatches > pp:
@@ -233,8 +244,7 @@ def test_what_overlap_saves_and_keeps() -> None:
     """The figures of its docstring."""
     hops = {hop: 0.09 for s in range(23) for hop in ((s, s + 1), (s + 1, s))}
     found = {
-        name: [replayed_seconds(name, 4, [0.9] * 24, [1.45] * 24, t, [1.0] * 8) for t in (hops, {})]
-        for name in INTERLEAVED
+        name: [replayed(name, 4, [0.9] * 24, [1.45] * 24, t, [1.0] * 8) for t in (hops, {})] for name in INTERLEAVED
     }
     assert found["interleaved"] == pytest.approx([123.99, 119.85])
     assert found["interleaved-overlap"] == pytest.approx([120.39, 119.85])
@@ -255,7 +265,16 @@ def test_interleaved_with_equal_stages_is_never_longer_than_1f1b(
     factors = [1.0] * (microbatches - 1) + [last if microbatches > 1 else 1.0]
     name = data.draw(st.sampled_from(INTERLEAVED))
     seconds = {
-        n: replayed_seconds(name, pp, [forward / n] * (pp * n), [backward / n] * (pp * n), {}, factors)
-        for n in (1, chunks)
+        n: replayed(name, pp, [forward / n] * (pp * n), [backward / n] * (pp * n), {}, factors) for n in (1, chunks)
     }
     assert seconds[chunks] <= seconds[1] * (1 + 1e-9)
+
+
+def test_the_bubble_of_zb_h1() -> None:
+    """(p - 1) · (F + I - W), with no more activations than 1F1B's first rank."""
+    for pp in range(1, 7):
+        for microbatches in range(2 * pp, 3 * pp):
+            schedule = generate("zb-h1", pp, microbatches)
+            timeline = simulate(schedule, [2.0] * pp, [5.0] * pp, wgrad_seconds=[2.0] * pp)
+            assert timeline.step_seconds == microbatches * 7.0 + (pp - 1) * 3.0
+            assert timeline.in_flight == (pp,) * pp == (max_in_flight("1f1b", 0, pp, microbatches),) * pp

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
-from support.schedules import parse_schedule, sources
+from support.schedules import parse_schedule, replayed, sources
 
 from autopar.errors import ScheduleError, UsageError
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.actions import Schedule
 from autopar.schedule.generate import SCHEDULES, generate
-from autopar.schedule.simulate import one_f_one_b_seconds, replayed_seconds, simulate
+from autopar.schedule.simulate import one_f_one_b_seconds, simulate
 
 costs = st.integers(0, 9)
 sizes = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 5), st.integers(1, 6))
@@ -31,7 +31,7 @@ def test_a_replay_is_the_simulation(pp: int, chunks: int, microbatches: int, dat
     sizes = [1.0] * (microbatches - 1) + [0.5]
     for name in (*INTERLEAVED, "forward-only"):
         timeline = simulate(generate(name, pp, microbatches, chunks), forward, backward, transfers, sizes)
-        assert replayed_seconds(name, pp, forward, backward, transfers, sizes) == timeline.step_seconds
+        assert replayed(name, pp, forward, backward, transfers, sizes) == timeline.step_seconds
 
 
 def spans_text(schedule: Schedule, *args, **kwargs) -> str:
@@ -121,17 +121,18 @@ def test_spans_keep_to_ranks_and_arrivals(size: tuple[str, int, int], data: st.D
     """No rank works on two things at once, nothing starts before what it takes has arrived."""
     name, pp, microbatches = size
     per_stage = st.lists(costs, min_size=pp, max_size=pp)
-    forward, backward = data.draw(per_stage), data.draw(per_stage)
+    forward, backward, wgrad = data.draw(per_stage), data.draw(per_stage), data.draw(per_stage)
     delay = data.draw(st.integers(0, 3))
     transfers = {hop: float(delay) for i in range(pp - 1) for hop in ((i, i + 1), (i + 1, i))}
-    timeline = simulate(generate(name, pp, microbatches), forward, backward, transfers)
+    both = [b + w for b, w in zip(backward, wgrad, strict=True)] if name == "zb-h1" else backward
+    timeline = simulate(generate(name, pp, microbatches), forward, both, transfers, wgrad_seconds=wgrad)
     ends = {span.action: span.end_seconds for span in timeline.spans}
     for rank in range(pp):
         own = [span for span in timeline.spans if span.rank == rank]
         assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(own))
         for span in own:
             assert all(ends[a] + delay <= span.start_seconds for a in sources(span.action, pp - 1))
-            seconds = (forward if span.action.kind == "F" else backward)[rank]
+            seconds = {"F": forward, "W": wgrad}.get(span.action.kind, backward)[rank]
             assert span.end_seconds - span.start_seconds == seconds
 
 

@@ -25,6 +25,7 @@ from support.block_chains import (
     priced,
 )
 from support.effort import examples
+from support.schedules import replayed
 
 from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.ir.cost_graph import CostGraph
@@ -35,14 +36,21 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import INTERLEAVED, ONE_REPLICA
 from autopar.ir.table import plan_text
 from autopar.schedule.generate import generate
-from autopar.schedule.simulate import replayed_seconds
 from autopar.solve import search
 from autopar.solve.cuts.problem import slowest_count
 from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, memory_for
 from autopar.solve.space.lower_bounds import LowerBounds, pipeline_floor
 from autopar.solve.space.meshes import Meshes
-from autopar.solve.space.points import MAX_CHUNKS, Pipeline, Point, allowed_pipelines, enumerate_points
+from autopar.solve.space.points import (
+    KEPT,
+    MAX_CHUNKS,
+    MAX_SEARCHED_CHUNKS,
+    Pipeline,
+    Point,
+    allowed_pipelines,
+    enumerate_points,
+)
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
 names = st.sampled_from(INTERLEAVED)
@@ -75,15 +83,22 @@ def test_what_is_considered() -> None:
     assert allowed_pipelines(replace(asked, schedule="gpipe"), two) == (Pipeline("gpipe", 1),)
     auto = replace(asked, schedule="auto")
     numbers = range(2, MAX_CHUNKS + 1)
-    assert allowed_pipelines(auto, two) == (Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED))
+    split = [Pipeline("searched", n, kept) for n in range(1, MAX_SEARCHED_CHUNKS + 1) for kept in KEPT]
+    whole = [Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED)]
+    assert {*allowed_pipelines(auto, two)} == {*whole, Pipeline("zb-h1"), *split}
+    assert allowed_pipelines(auto, two)[0] == Pipeline("1f1b")  # which keeps least
+    assert allowed_pipelines(replace(auto, schedule="zb-h1"), two) == (Pipeline("zb-h1"),)
+    assert allowed_pipelines(replace(auto, schedule="searched"), two) == tuple(split)
     assert allowed_pipelines(auto, one) == (Pipeline("1f1b"),)
     for name in INTERLEAVED:
         only = tuple(Pipeline(name, n) for n in (1, *numbers))
         assert allowed_pipelines(replace(auto, schedule=name), two) == only
-    assert allowed_pipelines(replace(auto, chunks=3), two) == tuple(Pipeline(name, 3) for name in INTERLEAVED)
-    assert allowed_pipelines(replace(auto, chunks=1), two) == (Pipeline("1f1b"),)
+    assert {p for p in allowed_pipelines(replace(auto, chunks=3), two) if not p.is_split} == {
+        Pipeline(name, 3) for name in INTERLEAVED
+    }
+    assert {p.schedule for p in allowed_pipelines(replace(auto, chunks=1), two)} == {"1f1b", "zb-h1", "searched"}
     # Pins name stages, and stages are others with another number of chunks.
-    assert allowed_pipelines(replace(auto, pins={"head": 1}), two) == (Pipeline("1f1b"),)
+    assert {p.chunks for p in allowed_pipelines(replace(auto, pins={"head": 1}), two)} == {1}
 
 
 def test_what_is_the_same_under_both_is_considered_once() -> None:
@@ -96,8 +111,8 @@ def test_what_is_the_same_under_both_is_considered_once() -> None:
             p.pipeline.schedule for p in enumerate_points(Setting(graph, FREE, model_of(graph), asked, cost), Mesh(2))
         }
 
-    assert considered(4, "auto") == {"interleaved", "interleaved-overlap"}
-    assert considered(3, "auto") == {"interleaved"}
+    assert considered(4, "auto") == {"interleaved", "interleaved-overlap", "searched"}
+    assert considered(3, "auto") == {"interleaved", "searched"}
     assert considered(3, "interleaved-overlap") == {"interleaved-overlap"}
 
 
@@ -117,7 +132,7 @@ def test_interleaved_schedules_need_a_pipeline(name: Any) -> None:
     assert meshed(asked, FREE, depth=8).mesh.pp == 1  # the fastest, but not what is asked for below
     plan = meshed(replace(asked, schedule=name), FREE, depth=8)
     assert plan.mesh.pp > 1 and plan.schedule == name
-    assert ("pp 1 × tp 1 × dp 4", "no pipeline to interleave") in [(a.label, a.note) for a in plan.alternatives]
+    assert ("pp 1 × tp 1 × dp 4", f"no pipeline for {name}") in [(a.label, a.note) for a in plan.alternatives]
     for sizes, alone in (
         ({"pp": 1}, "pp=1"),
         ({"devices": 1}, "1 device"),
@@ -137,7 +152,7 @@ def test_the_count_of_the_slowest_stage_is_the_schedules(name: str) -> None:
         for chunks in range(1, 5):
             for microbatches in range(1, 10):
                 stages = [1.0] * (pp * chunks)
-                step = replayed_seconds(name, pp, stages, stages, {}, [1.0] * microbatches)
+                step = replayed(name, pp, stages, stages, {}, [1.0] * microbatches)
                 assert step == 2 * (slowest_count(microbatches, pp, chunks) + pp * chunks)
 
 
@@ -256,7 +271,7 @@ def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microb
         sizes = [1.0] * (4 // size) + ([4 % size / size] if 4 % size else [])
         forward, backward = [t * size for t in stage], [2 * t * size for t in stage]
         hops = {hop: latency for s in range(3) for hop in ((s, s + 1), (s + 1, s))}
-        every.append(replayed_seconds(name, 2, forward, backward, hops, sizes))
+        every.append(replayed(name, 2, forward, backward, hops, sizes))
     found = two.prediction.step_seconds
     assert any(found == pytest.approx(step, rel=1e-4) for step in every)  # the message itself takes a little
     assert found * (1 - two.solver.gap) <= min(every) * (1 + 1e-4)
@@ -289,7 +304,7 @@ def test_the_floor_of_chunks_is_below_every_cut(
     floor = pipeline_floor(setting, point, 3.0 * sum(times), 3.0 * max(times))
     for cuts in combinations(range(1, len(times)), stages - 1):
         forward = [float(sum(times[low:high])) for low, high in pairwise((0, *cuts, len(times)))]
-        step = replayed_seconds(name, pp, forward, [2 * t for t in forward], {}, sizes)
+        step = replayed(name, pp, forward, [2 * t for t in forward], {}, sizes)
         assert floor <= step * (1 + 1e-9)
 
 
@@ -392,7 +407,7 @@ def test_the_predicted_bubble_of_uneven_numbers() -> None:
     graph = blocks(8)
     plan = plan_for(graph, replace(AUTO, batch=13, microbatches=7, schedule="interleaved", chunks=2), FREE)
     assert plan.microbatches == 7
-    step = replayed_seconds("interleaved", 2, [8e-3] * 4, [16e-3] * 4, {}, [1.0] * 6 + [0.5])
+    step = replayed("interleaved", 2, [8e-3] * 4, [16e-3] * 4, {}, [1.0] * 6 + [0.5])
     assert plan.prediction.step_seconds - plan.prediction.optimizer_seconds <= step * (1 + 1e-6)
     assert plan.prediction.bubble_fraction == pytest.approx(
         1 - 6.5 * 48e-3 / (plan.prediction.step_seconds - plan.prediction.optimizer_seconds), abs=1e-6
@@ -452,7 +467,7 @@ def test_a_plan_with_chunks_survives_its_file_and_edits_are_refused() -> None:
     assert Plan.from_json(overlap.to_json()) == overlap
     assert "interleaved-overlap, 2 chunks a rank, 4 microbatches" in overlap.decision
     for changes, text in (
-        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has one. Only interleaved and inter"),
+        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has one. Only interleaved, inter"),
         ({"chunks": 1}, "field stages: has 4 entries, mesh.pp × chunks asks for 2."),
         ({"chunks": 0}, "field chunks: is 0, must be at least 1."),
         ({"stages": plan.stages[:3]}, "field stages: has 3 entries, mesh.pp × chunks asks for 4."),

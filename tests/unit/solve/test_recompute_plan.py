@@ -207,7 +207,7 @@ def asked() -> dict[str, Any]:
     model = tiny_vit(depth=8, img_size=96, embed_dim=96)
     pins = {"blocks.3": 0, "blocks.4": 1}
     return {"model": model, "devices": 2, "example_inputs": torch.empty(16, 3, 96, 96), "pp": 2, "microbatches": 4,
-            "pins": pins}  # fmt: skip
+            "pins": pins, "schedule": "1f1b"}  # fmt: skip
 
 
 def chosen(plan: Plan) -> list[StageRecompute]:

@@ -143,10 +143,11 @@ def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
          "zero=1 with dp=1: there are no replicas to share the optimizer's state. Use dp=2 or more, or leave zero "
          "out."),
         ({"schedule": "forward-only"},
-         "schedule='forward-only' is unknown. It is one of 1f1b, gpipe, interleaved, interleaved-overlap, auto."),
+         "schedule='forward-only' is unknown. It is one of 1f1b, gpipe, interleaved, interleaved-overlap, "
+         "zb-h1, searched, auto."),
         ({"schedule": "gpipe", "chunks": 2},
          "chunks=2 with schedule='gpipe', under which each rank has one. Use schedule='interleaved', "
-         "'interleaved-overlap' or 'auto', or leave chunks out."),
+         "'interleaved-overlap', 'searched' or 'auto', or leave chunks out."),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(arguments: Mapping[str, Any], text: str) -> None:
