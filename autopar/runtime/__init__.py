@@ -7,7 +7,7 @@ a `spec.StepRequest` and return a `spec.RankStepResult`.
 Reading order:
     spec.py          plain data that goes to a rank and comes back
     rank.py          one rank: weights, programs, steps, state
-    caller_parts.py  its weights and gradients as the caller gets them
+    host_copies.py   CPU copies of its weights and gradients, for the caller
     commands.py      the calls that a rank answers
     random_state.py  random numbers apart from those of the user's script
     engine/          the hot loop: bound schedules, CUDA graphs, staging, metrics

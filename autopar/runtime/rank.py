@@ -19,7 +19,6 @@ from autopar.ir.graph import Mode
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.ops.collectives import on
-from autopar.runtime.caller_parts import gradient_parts, whole_parts
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
@@ -32,6 +31,7 @@ from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
 from autopar.runtime.engine.timer import Stopwatch
+from autopar.runtime.host_copies import gradient_copies, weight_copies
 from autopar.runtime.memory.cuda_allocator import let_segments_grow
 from autopar.runtime.memory.peaks import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.optim.ema import Average
@@ -359,12 +359,12 @@ class Rank:
 
     def state(self) -> dict[str, torch.Tensor]:
         """CPU copies of this rank's parts of the weights; each part comes from one rank of the mesh."""
-        return whole_parts(self.spec, self.stored, self.sharded)
+        return weight_copies(self.spec, self.stored, self.sharded)
 
     def ema_state(self) -> dict[str, torch.Tensor]:
         """CPU copies of the averages of the weights that `state` returns."""
         assert self.ema is not None
-        return whole_parts(self.spec, self.ema.tensors(), self.sharded)
+        return weight_copies(self.spec, self.ema.tensors(), self.sharded)
 
     def swap_ema(self, averages: bool) -> None:
         """Put the averages in the place of the weights, or restore the weights."""
@@ -434,8 +434,8 @@ class Rank:
         return result
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """CPU copies of this rank's local gradients; see `gradient_parts`."""
-        return gradient_parts(self.spec, self.updater)
+        """CPU copies of this rank's local gradients; see `gradient_copies`."""
+        return gradient_copies(self.spec, self.updater)
 
     def close(self) -> None:
         """Release CUDA graphs. NCCL communicators cannot be destroyed while a graph references them."""

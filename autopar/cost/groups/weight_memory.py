@@ -145,11 +145,6 @@ def sharded_weight_cost(
     return weight_cost(replace(weight, shape=shape), groups, sharing, hardware)
 
 
-def state_ranks(sharing: Sharing) -> int:
-    """Number of ranks that divide the optimizer state of one weight."""
-    return sharing.replicas.sharing
-
-
 def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
     """Bytes of a trained weight on one rank: value, compute copy, main gradient, state of the optimizer and average.
 
@@ -163,7 +158,7 @@ def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
     divided = {"gradient": sharing.replicas.zero >= 2, "read": sharing.gathers(weight)}
     owned += sum(size for part, size in parts.items() if divided[part])
     everywhere += sum(size for part, size in parts.items() if not divided[part])
-    return ceil(everywhere) + ceil(owned / state_ranks(sharing))
+    return ceil(everywhere) + ceil(owned / sharing.replicas.sharing)
 
 
 def update_seconds(weight: Weight, hardware: Hardware) -> float:
@@ -183,14 +178,14 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     all-reduce of a gradient that is partial over the tensor parallel ranks. Under ZeRO only the owner updates and
     casts. From stage 2 on it also moves the reduced gradient out of the buffer in which it came.
     """
-    stored = weight.stored_bytes
-    seconds = update_seconds(weight, hardware) / state_ranks(sharing)
+    stored, replicas = weight.stored_bytes, sharing.replicas
+    seconds = update_seconds(weight, hardware) / replicas.sharing
     if weight.copy_bytes:
-        seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
-    if (sent := reduce_bytes(weight, sharing)) < stored and sharing.replicas.dp > 1:
-        seconds += hardware.traffic_seconds(stored + sent) * (1 + 1 / state_ranks(sharing))
-    elif sharing.replicas.zero >= 2:
-        seconds += hardware.traffic_seconds(2 * stored) / state_ranks(sharing)
+        seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / replicas.sharing
+    if (sent := reduce_bytes(weight, sharing)) < stored and replicas.dp > 1:
+        seconds += hardware.traffic_seconds(stored + sent) * (1 + 1 / replicas.sharing)
+    elif replicas.zero >= 2:
+        seconds += hardware.traffic_seconds(2 * stored) / replicas.sharing
     if TP in layout.partial_gradient:
         seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
     return seconds

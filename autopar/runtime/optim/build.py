@@ -267,5 +267,5 @@ def coupling_text(optimizer: Optimizer, spec: RankSpec) -> str:
     )
     return (
         f"{name} updates each parameter by the gradients of others too (tried on small ones), and a rank of the mesh "
-        f"{spec.mesh}{f' with ZeRO-{spec.zero}' if spec.zero else ''} has only some of them. {remedy}."
+        f"{spec.mesh}{f' with {spec.replicas.zero_text}' if spec.zero else ''} has only some of them. {remedy}."
     )

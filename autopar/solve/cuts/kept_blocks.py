@@ -74,7 +74,7 @@ def blocks_at(problem: CutProblem, stage_of: Sequence[int], position: int) -> li
 def most_saving(blocks: Sequence[Block], limit_bytes: float) -> set[str]:
     """Names of the blocks that save most seconds in so many bytes.
 
-    Error: `GAP`; what `greedily_kept` misses where the solver finds nothing better in time.
+    Error: at most `GAP` of these seconds, or that of `greedily_kept` where the solver finds nothing better in time.
     """
     greedy = greedily_kept(blocks, limit_bytes)
     if limit_bytes <= 0 or not greedy:

@@ -1,4 +1,4 @@
-"""Weights and gradients of a rank as the caller gets them: CPU copies, of which each part comes from one rank."""
+"""CPU copies of a rank's weights and gradients, from which its caller joins whole ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import contiguous_copy
 
 
-def whole_parts(
+def weight_copies(
     spec: RankSpec, stored: Mapping[str, torch.Tensor], sharded: ShardedParams | None
 ) -> dict[str, torch.Tensor]:
     """CPU copies of a rank's parts of weights, or of their averages; each part comes from one rank of the mesh.
@@ -35,7 +35,7 @@ def whole_parts(
     return {weight.name: found[weight.name] for weight in spec.weights if weight.name in found}
 
 
-def gradient_parts(spec: RankSpec, updater: Updater) -> dict[str, torch.Tensor]:
+def gradient_copies(spec: RankSpec, updater: Updater) -> dict[str, torch.Tensor]:
     """CPU copies of a rank's local gradients.
 
     The whole gradients are their sums over replicas, tied stages and, where the gradient is partial, shards. If several
