@@ -88,6 +88,8 @@ class ListOrder:
         forward, input_grad, wgrad: nanoseconds of an action, per chunk of the pipeline.
         hop: nanoseconds in which a tensor reaches the next chunk.
         max_in_flight: per rank, the most (chunk, microbatch) pairs whose activations it keeps.
+        alternates: whether a forward that is ready comes before further gradients of inputs, and gradients of weights
+            fill every wait. Otherwise gradients of inputs come first, and half of a weight's must fit into a wait.
     """
 
     forward: tuple[int, ...]
@@ -95,6 +97,7 @@ class ListOrder:
     wgrad: tuple[int, ...]
     hop: int
     max_in_flight: tuple[int, ...]
+    alternates: bool = True
 
 
 @with_config(STRICT)

@@ -4,8 +4,9 @@ Question: in which order does each rank run forwards and backwards, and how long
 name, ranks, microbatches, chunks. Output: a `Schedule`, a tuple of `Action`s per rank, and a `Timeline`. A schedule is
 proved once before its first run (`check`); the runtime relies on the proof.
 
-Read actions (an action prints as ``2F0``), generate (one pure function per schedule), order (dependencies), check (the
-promises), simulate and timeline (time and picture), fast_step_time (the step time of many stages and microbatches).
+Read actions (an action prints as ``2F0``), generate (one pure function per schedule), list_schedule (orders for given
+times), order (dependencies), check (the promises), simulate and timeline (time and picture), fast_step_time (the step
+time of many stages and microbatches).
 
 >>> print(simulate(generate("1f1b", 2, 3), [1.0] * 2, [2.0] * 2))
 step 12.000 s, bubble 25.0% of it, activations in flight 2 1

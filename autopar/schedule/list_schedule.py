@@ -1,8 +1,8 @@
 """List scheduling: an order of forwards and split backwards for given times and memory.
 
-Each rank that is free runs the gradients of inputs that have arrived, else a forward, else the gradients of weights,
-which nobody waits for. A rank keeps the activations of so many microbatches at most, from their forward to the
-gradients of their weights.
+A rank that is free runs gradients of inputs that have arrived, else a forward, else gradients of weights, which nobody
+waits for. `ListOrder.alternates` prefers a forward after gradients of inputs; which way is shorter depends on times. A
+rank keeps the activations of so many microbatches at most, from their forward to the gradients of their weights.
 
 With twice as many as 1F1B keeps, the step is as short as any can be where ranks are equal: each waits for the first
 forwards of those before it and is busy from then on. With half as many, ZB-H1 may be shorter.
@@ -13,10 +13,11 @@ Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3; there with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from typing import Any
 
 from autopar.errors import ScheduleError
 from autopar.ir.plan_parts import ListOrder
@@ -49,29 +50,30 @@ class Progress:
 
     def next_choice(self, rank: int) -> Choice:
         """The rank's next action, from what is known so far."""
-        free, chunks = self.free[rank], range(rank, self.num_chunks, self.pp)
-        backward = min((self.arrival("I", c) for c in chunks), default=(inf, 0))
-        # Of forwards that are ready the deepest, so that backwards begin early. Room is left for one of each deeper
-        # chunk of the rank, without which no activation would be freed.
-        room = self.order.max_in_flight[rank] - self.kept[rank]
-        arrivals = (self.arrival("F", c) for c in chunks if room > len(range(c + self.pp, self.num_chunks, self.pp)))
-        forward = min(((max(at, free), -chunk) for at, chunk in arrivals), default=(inf, 0))
+        order, free, chunks = self.order, self.free[rank], range(rank, self.num_chunks, self.pp)
+        # Of ready forwards one of the first group of as many microbatches as ranks, as in interleaved 1F1B. Room stays
+        # for a forward of each deeper chunk of the rank, without which no activation would be freed.
+        room = order.max_in_flight[rank] - self.kept[rank]
+        open_chunks = (c for c in chunks if room > len(range(c + self.pp, self.num_chunks, self.pp)))
+        forward = self.first("F", free, open_chunks, lambda c: (self.forwards[c] // self.pp, c))
+        backward = self.first("I", free, chunks, lambda c: -c)
+        ready = [choice for choice in (backward, forward) if choice.start <= free]
+        if ready:
+            last = self.rows[rank][-1].kind if self.rows[rank] else "F"
+            return ready[-1] if order.alternates and last == "I" else ready[0]
+        soonest = min(backward.start, forward.start)
         deferred = self.deferred[rank][0] if self.deferred[rank] else None
-        if backward[0] <= free:
-            return Choice(free, Action("I", backward[1], self.backwards[backward[1]]))
-        if forward[0] <= free:
-            return Choice(free, Action("F", -forward[1], self.forwards[-forward[1]]))
-        soonest = min(backward[0], forward[0])
-        if deferred is not None:
+        if deferred is not None and soonest - free >= (0 if order.alternates else order.wgrad[deferred.chunk] / 2):
             return Choice(free, deferred)
         return Choice(soonest, None)
 
-    def arrival(self, kind: ActionKind, chunk: int) -> tuple[float, int]:
-        """When a chunk's next action of a kind has its tensors, and the chunk."""
-        number, times = (
-            (self.forwards[chunk], self.activations) if kind == "F" else (self.backwards[chunk], self.gradients)
-        )
-        return (times[chunk][number] if number < self.microbatches else inf), chunk
+    def first(self, kind: ActionKind, free: float, chunks: Iterable[int], priority: Callable[[int], Any]) -> Choice:
+        """The first action of a kind that can start once the rank is free; of those that can at once, that of the chunk
+        whose priority is lowest."""
+        counts, times = (self.forwards, self.activations) if kind == "F" else (self.backwards, self.gradients)
+        left = (c for c in chunks if counts[c] < self.microbatches)
+        start, _, chunk = min(((max(times[c][counts[c]], free), priority(c), c) for c in left), default=(inf, 0, 0))
+        return Choice(start, Action(kind, chunk, counts[chunk]) if start < inf else None)
 
     def run(self, rank: int, action: Action) -> None:
         """Run an action as soon as its rank is free."""

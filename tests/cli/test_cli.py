@@ -360,7 +360,10 @@ def test_simulate_as_json_is_alone_on_stdout(tiny_plan):
     ("args", "message"),
     [
         (["--schedule", "zigzag"], "No schedule is named 'zigzag'"),
-        (["--schedule", "interleaved"], "has 1 chunk a rank, .* 1f1b or gpipe. Plan for it: autopar plan vit_tiny"),
+        (
+            ["--schedule", "interleaved"],
+            "has 1 chunk a rank, .* or zb-h1. Plan for it: autopar plan vit_tiny",
+        ),
         (["--trace", "one", "--png", "./one"], "--trace and --png both write to one. Give each a file of its own"),
         (["--trace", "missing/trace.json"], "Cannot write to missing/trace.json: No such file"),
         (["--png", "."], r"Cannot write to \.: Is a directory"),

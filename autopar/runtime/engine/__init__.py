@@ -7,6 +7,7 @@ Input: a `Schedule`, the rank's `executor.ChunkModule`s and a `StepData`. Output
 Reading order:
     executor.py        BoundStep: a schedule bound to modules, peers and tags, then run
     edges.py           tensors between chunks: indices, gradient edges, checks
+    deferred_wgrads.py gradients of weights that split backwards leave for later
     send_lifetimes.py  at which action each send buffer may be freed
     staging.py         inputs copied to the GPU on a side stream
     loss.py            the loss function on the rank's device and under autocast

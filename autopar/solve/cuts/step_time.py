@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,9 +105,13 @@ def pipeline_seconds(
     """Seconds of the simulated pipeline, from the stages' seconds of a microbatch."""
     sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     transfers = hop_seconds(setting, problem, stage_of)
-    order = list_order(problem, forward, backward, wgrad, transfers) if problem.schedule == "searched" else None
-    pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
-    return scheduled_seconds(pipeline, forward, backward, transfers, sizes, wgrad)
+
+    def seconds(order: ListOrder | None) -> float:
+        pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
+        return scheduled_seconds(pipeline, forward, backward, transfers, sizes, wgrad)
+
+    orders = list_orders(problem, forward, backward, wgrad, transfers) if problem.schedule == "searched" else (None,)
+    return min(map(seconds, orders))
 
 
 def hop_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int, int], float]:
@@ -116,20 +120,20 @@ def hop_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) 
     return {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
 
 
-def list_order(
+def list_orders(
     problem: CutProblem,
     forward: Sequence[float],
     backward: Sequence[float],
     wgrad: Sequence[float],
     transfers: Mapping[tuple[int, int], float],
-) -> ListOrder:
-    """What list scheduling makes a searched schedule from: the stages' times, and the microbatches that ranks hold."""
+) -> tuple[ListOrder, ...]:
+    """What list scheduling makes searched schedules from: the stages' times, and the microbatches that ranks hold."""
     hops = [seconds for (src, dst), seconds in transfers.items() if abs(src - dst) == 1]
 
     def nanoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
         return tuple(round(1e9 * max(0.0, s)) for s in seconds)
 
-    return ListOrder(
+    first = ListOrder(
         forward=nanoseconds(forward),
         input_grad=nanoseconds([b - w for b, w in zip(backward, wgrad, strict=True)]),
         wgrad=nanoseconds(wgrad),
@@ -138,6 +142,7 @@ def list_order(
             max(problem.stages, sum(problem.in_flight[s] for s in problem.stages_at(p))) for p in range(problem.pp)
         ),
     )
+    return first, replace(first, alternates=False)
 
 
 def order_of(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> ListOrder | None:
@@ -147,7 +152,13 @@ def order_of(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> 
     costs = own_peak_costs(problem, stage_of)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     wgrad, hops = [c.wgrad_seconds for c in costs], hop_seconds(setting, problem, stage_of)
-    return list_order(problem, forward, backward, wgrad, hops)
+    sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
+
+    def seconds(order: ListOrder) -> float:
+        pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
+        return scheduled_seconds(pipeline, forward, backward, hops, sizes, wgrad)
+
+    return min(list_orders(problem, forward, backward, wgrad, hops), key=seconds)
 
 
 def messages(problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:

@@ -139,7 +139,9 @@ class SimulatedStep:
 
 def schedules_of(plan: Plan) -> tuple[ScheduleName, ...]:
     """Schedules under which the plan's stages can train, the plan's own included."""
-    names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe", "zb-h1")
+    names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe")
+    if plan.chunks == 1 and any(stage.wgrad_seconds for stage in plan.stages):  # older files do not divide backwards
+        names = (*names, "zb-h1")
     return names if plan.schedule in names else (*names, plan.schedule)
 
 

@@ -40,8 +40,8 @@ rank 1: 1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2"""
     assert (
         format_schedule(list_schedule(twice, 2, 2))
         == """\
-rank 0: 0F0 0F1 2F0 2F1 2I0 2W0 0I0 2I1 0W0 0I1 2W1 0W1
-rank 1: 1F0 1F1 3F0 3I0 3F1 1I0 3I1 3W0 1I1 1W0 3W1 1W1"""
+rank 0: 0F0 0F1 2F0 2F1 2I0 2W0 2I1 0I0 0I1 2W1 0W0 0W1
+rank 1: 1F0 1F1 3F0 3I0 3F1 3I1 1I0 1I1 3W0 3W1 1W0 1W1"""
     )
 
 

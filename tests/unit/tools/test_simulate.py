@@ -159,9 +159,9 @@ def test_transfers_arrive_before_they_are_needed() -> None:
 
 
 def test_schedules_that_a_plan_can_have() -> None:
-    assert schedules_of(plan_of("pp 4")) == schedules_of(plan_of("gpipe")) == ("1f1b", "gpipe")
+    assert schedules_of(plan_of("pp 4")) == schedules_of(plan_of("gpipe")) == ("1f1b", "gpipe", "zb-h1")
     assert schedules_of(plan_of("interleaved")) == ("interleaved", "interleaved-overlap")
-    assert schedules_of(plan_of("interleaved, one chunk")) == ("1f1b", "gpipe", "interleaved")
+    assert schedules_of(plan_of("interleaved, one chunk")) == ("1f1b", "gpipe", "zb-h1", "interleaved")
 
 
 @pytest.mark.parametrize(("name", "other"), [("pp 4", "gpipe"), ("gpipe", "1f1b")])
@@ -189,7 +189,7 @@ def test_gpipe_holds_all_microbatches() -> None:
         (
             "pp 4",
             "interleaved",
-            r"1 chunk a rank.* 1f1b or gpipe\..*--devices 4 --pp 4 --schedule interleaved --ch",
+            r"1 chunk a rank.* 1f1b or gpipe or zb-h1\..*--devices 4 --pp 4 --schedule interleaved --ch",
         ),
         ("interleaved", "gpipe", r"has 3 chunks a rank.* interleaved or interleaved-overlap\. .* --schedule gpipe -o"),
         ("one device", "interleaved", "no pipeline, so it cannot run under schedule interleaved"),
