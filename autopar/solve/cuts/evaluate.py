@@ -370,7 +370,7 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
-            backward_seconds=sum(cost.groups[g].backward_seconds for g in members[s]),
+            backward_seconds=sum(problem.backward_seconds(cost.groups[g]) for g in members[s]),
             collective_seconds=sum(cost.groups[g].collective_seconds for g in members[s]),
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),

@@ -109,7 +109,7 @@ class Intervals:
 
     @cached_property
     def backward_seconds(self) -> Sums:
-        return self.group_sums("backward_seconds")
+        return Sums.of([self.problem.backward_seconds(group) for group in self.problem.cost.groups])
 
     @cached_property
     def wgrad_seconds(self) -> Sums:
