@@ -7,6 +7,9 @@ from typing import Literal, get_args
 
 from pydantic import ConfigDict, with_config
 
+from autopar.ir.layout import AxisSizes
+from autopar.ir.tensor_axes import axis_sizes
+
 MeshAxis = Literal["pp", "dp", "tp"]
 MESH_AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)  # outermost first
 
@@ -31,13 +34,23 @@ class Place:
 class Mesh:
     """Sizes of the mesh axes: pipeline, tensor and data parallelism.
 
-    Ranks are numbered with the tensor axis innermost, so that its groups lie inside a node, and the pipeline outermost.
-    Each replica takes a contiguous part of the batch.
+    Ranks are numbered with the tensor axes innermost, so that their groups lie inside a node, and the pipeline
+    outermost. Each replica takes a contiguous part of the batch.
+
+    Args:
+        tp: ranks of a tensor-parallel group.
+        tp_axes: sizes of the axes of a tensor-parallel group, the outermost first; empty for a single one.
     """
 
     pp: int
     tp: int = 1
     dp: int = 1
+    tp_axes: tuple[int, ...] = ()
+
+    @property
+    def axis_sizes(self) -> AxisSizes:
+        """Sizes of the tensor axes by name, the outermost first."""
+        return axis_sizes(self.tp_axes or (self.tp,))
 
     @property
     def devices(self) -> int:
@@ -74,4 +87,5 @@ class Mesh:
         return tuple(range(self.place(rank).stage, self.pp * chunks, self.pp))
 
     def __str__(self) -> str:
-        return f"pp {self.pp} × tp {self.tp} × dp {self.dp}"
+        tp = f"({' × '.join(map(str, self.tp_axes))})" if self.tp_axes else str(self.tp)
+        return f"pp {self.pp} × tp {tp} × dp {self.dp}"

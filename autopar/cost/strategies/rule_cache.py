@@ -10,7 +10,7 @@ from autopar.cost.groups.grouping import batch_dependent_names
 from autopar.cost.ops.op_stats import ATTENTION, GraphStats
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout
-from autopar.sharding.lookup import rule_of
+from autopar.sharding.lookup import local_rule
 from autopar.sharding.propagate import updated_in_place
 from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strategies
 
@@ -68,7 +68,7 @@ class RuleCache:
             return None
         key = self.key(op)
         if key not in self.rules:
-            self.rules[key] = rule_of(op, self.graph.shapes.__getitem__)
+            self.rules[key] = local_rule(op, self.graph)
         return self.rules[key]
 
     def contiguous_strategies(self, op: Op) -> tuple[Strategy, ...]:
