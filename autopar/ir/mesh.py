@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from pydantic import ConfigDict, with_config
 
 from autopar.ir.layout import AxisSizes
-from autopar.ir.tensor_axes import axis_sizes
-
-MeshAxis = Literal["pp", "dp", "tp"]
-MESH_AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)  # outermost first
+from autopar.ir.tensor_axes import axis_sizes, tensor_axes
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # for every type that a plan file holds
 
@@ -71,10 +67,19 @@ class Mesh:
         width, position = self.tp * self.dp, stage % self.pp
         return tuple(range(position * width, (position + 1) * width))
 
-    def group(self, rank: int, axis: MeshAxis) -> tuple[int, ...]:
-        """Ranks of a rank's pipeline, replicas or shards: those at its place on the other axes, in the axis's order."""
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes, the tensor axes one by one; outermost first."""
+        return ("pp", "dp", *self.axis_sizes)
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Ranks of a rank's pipeline, replicas or shards: those at its place on the other axes, in the axis's order.
+
+        Args:
+            axis: of `axes`, or "tp" for all tensor axes together.
+        """
         sizes = {"pp": (self.pp, self.dp * self.tp), "dp": (self.dp, self.tp), "tp": (self.tp, 1)}
-        size, stride = sizes[axis]
+        size, stride = (sizes | {own.name: (own.ranks, own.stride) for own in tensor_axes(self.axis_sizes)})[axis]
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 

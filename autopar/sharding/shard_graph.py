@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Op, Ref, Value, dense_strides, refs, renamed
-from autopar.ir.layout import REPLICATED, AxisSizes, Layout
+from autopar.ir.layout import REPLICATED, AxisSizes, Layout, look_up
 from autopar.ir.names import unused_name
 from autopar.ir.tensor_axes import TensorAxis, axis_index, tensor_axes
 from autopar.sharding.localise import localised, ragged_part
@@ -35,22 +35,28 @@ def shard_graph(
     """The graph that a rank runs: local shapes, and collectives between its operations.
 
     Args:
-        strategies: label of an operation's strategy by its name, on several axes as `axis_labels` reads it. Collectives
-            of an axis can have labels on the axes inside. See `assign` for operations without.
+        strategies: label of an operation's strategy by its name or pattern, on several axes as `axis_labels` reads it.
+            Collectives of an axis can have labels on the axes inside. See `assign` for operations without.
         storage: layout of every weight.
         stage_of: stage of every operation.
         rank: number of the shard; the first one has the largest parts. Only ragged splits depend on it.
     """
     for axis in tensor_axes(ranks):
-        labels, stored = labels_on(axis, strategies), {name: layout.on(axis.name) for name, layout in storage.items()}
+        labels = labels_on(axis, strategies, graph)
+        stored = {name: layout.on(axis.name) for name, layout in storage.items()}
         graph = shard_over_axis(graph, labels, stored, axis, stage_of, axis_index(ranks, rank)[axis.name])
         stage_of = {op.name: stage_of[op.home or op.name] for op in graph.ops}
     return graph
 
 
-def labels_on(axis: TensorAxis, strategies: Mapping[str, str]) -> Mapping[str, str]:
-    """Labels of operations on one axis, of those that have one."""
-    labels = ((name, axis_labels(text)) for name, text in strategies.items())
+def labels_on(axis: TensorAxis, strategies: Mapping[str, str], graph: Graph) -> Mapping[str, str]:
+    """Labels on one axis of the operations of a graph that have one.
+
+    Args:
+        strategies: texts by operation or pattern.
+    """
+    texts = ((op.name, look_up(strategies, op.name)) for op in graph.ops)
+    labels = ((name, axis_labels(text)) for name, text in texts if text is not None)
     return {name: own[axis.name] for name, own in labels if axis.name in own}
 
 
@@ -88,7 +94,7 @@ def storage(graph: Graph, strategies: Mapping[str, str], ranks: AxisSizes) -> Ma
     """The layout in which each weight is stored between steps."""
     layouts = dict.fromkeys(graph.weight, REPLICATED)
     for axis in tensor_axes(ranks):
-        labels = labels_on(axis, strategies)
+        labels = labels_on(axis, strategies, graph)
         stored = storage_on_axis(graph, labels, axis)
         layouts = {name: layout.then(stored[name]) for name, layout in layouts.items()}
         graph = shard_over_axis(graph, labels, stored, axis, dict.fromkeys((op.name for op in graph.ops), 0))
