@@ -186,7 +186,7 @@ def compressed(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]
     """A table with patterns in place of names, where all ``names`` that fit a pattern have one entry.
 
     Args:
-        names: all names for which the table can be read.
+        names: all names for which the table can be read, its own included.
     """
     entries: dict[str, set[str | None]] = {}
     for name in names:

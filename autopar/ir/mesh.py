@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import ConfigDict, with_config
 
 from autopar.ir.layout import AxisSizes
-from autopar.ir.tensor_axes import axis_sizes, tensor_axes
+from autopar.ir.tensor_axes import TensorAxes, axis_sizes, mesh_axes, tensor_axes
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # for every type that a plan file holds
 
@@ -42,6 +42,11 @@ class Mesh:
     tp: int = 1
     dp: int = 1
     tp_axes: tuple[int, ...] = ()
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        """The tensor axes, the outermost first; none where tp is 1."""
+        return mesh_axes(self.tp_axes or (self.tp,))
 
     @property
     def axis_sizes(self) -> AxisSizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 from typing import get_args
 
 from autopar.errors import UsageError
@@ -70,7 +70,7 @@ class PlanConstraints:
     """
 
     pp: int | None = None
-    tp: int | None = None
+    tp: int | tuple[int, ...] | None = None
     dp: int | None = None
     zero: ZeroStage | None = None
     dp_shard: int | None = None
@@ -90,9 +90,15 @@ class PlanConstraints:
     measure_seconds: float | None = None
     solver_seconds: float = 10.0
 
+    @property
+    def tp_ranks(self) -> int | None:
+        """Ranks of a tensor-parallel group, if given."""
+        return prod(self.tp) if isinstance(self.tp, tuple) else self.tp
+
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "dp_shard", "chunks", "microbatches", "microbatch_size"):
+        for name in ("pp", "dp", "dp_shard", "chunks", "microbatches", "microbatch_size"):
             check_whole(name, getattr(self, name))
+        object.__setattr__(self, "tp", checked_tp(self.tp))
         if self.zero == "auto":  # as the other choices that are left open say it
             object.__setattr__(self, "zero", None)
         check_zero(self.zero)
@@ -126,6 +132,23 @@ class PlanConstraints:
             )
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
+
+
+def checked_tp(tp: object) -> int | tuple[int, ...] | None:
+    """The sizes of tensor axes, or of a single one as a number.
+
+    Raises:
+        UsageError: they are no whole numbers, or an axis of several has less than 2 ranks.
+    """
+    if not isinstance(tp, (tuple, list)):
+        check_whole("tp", tp)
+        return tp  # type: ignore[return-value]
+    if len(tp) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 2 for size in tp):
+        raise UsageError(
+            f"tp={tuple(tp)!r} must be a whole number of ranks, or the sizes of several axes of at least 2 ranks, such "
+            "as (2, 2)."
+        )
+    return tuple(tp)
 
 
 def check_whole(name: str, number: object) -> None:

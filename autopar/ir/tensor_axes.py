@@ -27,12 +27,26 @@ class TensorAxis:
     stride: int = 1
 
 
+TensorAxes = tuple[TensorAxis, ...]  # the outermost first; none where nothing is split
+ONE_RANK = TensorAxis()
+
+
+def num_ranks(axes: TensorAxes) -> int:
+    """Ranks of a tensor-parallel group."""
+    return prod(axis.ranks for axis in axes)
+
+
+def mesh_axes(sizes: Sequence[int]) -> TensorAxes:
+    """The axes of a tensor-parallel group of these sizes, the outermost first; none for a single rank."""
+    return tensor_axes(axis_sizes(sizes)) if prod(sizes) > 1 else ()
+
+
 def axis_sizes(sizes: Sequence[int]) -> AxisSizes:
     """Sizes of tensor axes by name."""
     return {TP: sizes[0]} if len(sizes) == 1 else {f"{TP}{number}": size for number, size in enumerate(sizes)}
 
 
-def tensor_axes(ranks: AxisSizes) -> tuple[TensorAxis, ...]:
+def tensor_axes(ranks: AxisSizes) -> TensorAxes:
     """The axes of these sizes, the outermost first."""
     sizes = [*ranks.values()]
     return tuple(TensorAxis(name, size, prod(sizes[i + 1 :])) for i, (name, size) in enumerate(ranks.items()))

@@ -24,6 +24,7 @@ from autopar.ir.plan_parts import (
     SolverInfo,
     ZeroStage,
 )
+from autopar.ir.tensor_axes import TensorAxes
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -63,7 +64,9 @@ class Priced:
 class Costs(Protocol):
     """Prices that the search asks for. Implementations remember their answers."""
 
-    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, axes: TensorAxes, replicas: Replicas, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         """The model under one sharding, for ``size`` samples per microbatch.
 
         Args:
@@ -73,20 +76,23 @@ class Costs(Protocol):
         """
         ...
 
-    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, axes: TensorAxes, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         """The model under ZeRO-3 and the same sharding, with other blocks whose parameters stay gathered."""
         ...
 
-    def floor_seconds(self, tp: int, size: int) -> float:
-        """Lower bound of the time of one microbatch on all stages of ``tp`` ranks; cheap to compute."""
+    def floor_seconds(self, axes: TensorAxes, size: int) -> float:
+        """Lower bound of the time of one microbatch on all stages of the ranks of tensor axes; cheap to compute."""
         ...
 
-    def bound_seconds(self, tp: int, size: int) -> float:
+    def bound_seconds(self, axes: TensorAxes, size: int) -> float:
         """As `floor_seconds`, over all shardings by the prices of their single strategies, which `priced` may undercut
-        where kernels fuse differently; dearer than that and cheaper than `priced`."""
+        where kernels fuse differently; dearer than that and cheaper than `priced`.
+
+        On several axes only over those of the innermost one.
+        """
         ...
 
-    def proven_seconds(self, tp: int, size: int) -> float:
+    def proven_seconds(self, axes: TensorAxes, size: int) -> float:
         """As `bound_seconds`, but no higher than `priced` under any sharding."""
         ...
 
@@ -107,8 +113,8 @@ class CutProblem:
     stage, ``reserve_bytes`` the memory of libraries on every rank. ``zero`` and ``dp_shard`` are as in `Replicas`,
     ``reduce_dtype`` is the dtype in which gradients travel between replicas.
 
-    With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes to fit. With "all" ``cost``
-    says which segments recompute.
+    ``tp_axes`` are as in `Mesh`. With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes
+    to fit. With "all" ``cost`` says which segments recompute.
     """
 
     cost: CostGraph
@@ -123,6 +129,7 @@ class CutProblem:
     gap: float = 1e-3
     tp: int = 1
     dp: int = 1
+    tp_axes: tuple[int, ...] = ()
     recompute: Recompute = "none"
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
@@ -192,7 +199,11 @@ class CutProblem:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.pp, self.tp, self.dp)
+        return Mesh(self.pp, self.tp, self.dp, self.tp_axes)
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return self.mesh.tensor_axes
 
     @cached_property
     def has_buckets(self) -> bool:

@@ -96,7 +96,7 @@ def make_plan(
         ),
         exceptions=found.exceptions,
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
-        strategies=compressed(priced.strategies, [op.name for op in setting.graph.ops]),
+        strategies=compressed(priced.strategies, [*(op.name for op in setting.graph.ops), *priced.strategies]),
         zero=decision.zero,
         dp_shard=problem.dp_shard,
         param_blocks={
