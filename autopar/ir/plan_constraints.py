@@ -29,7 +29,9 @@ class PlanConstraints:
     The flags of ``autopar plan`` have the names of these fields.
 
     Args:
-        pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
+        pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices. A tuple for ``tp``, such as (2, 4),
+            gives the sizes of several tensor axes, the outermost first: ranks of the last one are neighbours. A number
+            leaves them to the planner, (8,) is a single axis.
         zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3
             that and the parameters, as FSDP does; the planner then chooses the blocks that are gathered before each
             use. None or "auto" takes the fastest that fits.
@@ -134,19 +136,23 @@ class PlanConstraints:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
 
 
+MAX_TENSOR_AXES = 3
+
+
 def checked_tp(tp: object) -> int | tuple[int, ...] | None:
-    """The sizes of tensor axes, or of a single one as a number.
+    """The number of tensor-parallel ranks, or the sizes of their axes.
 
     Raises:
-        UsageError: they are no whole numbers, or an axis of several has less than 2 ranks.
+        UsageError: they are no whole numbers, there are too many, or one of several axes has less than 2 ranks.
     """
     if not isinstance(tp, (tuple, list)):
         check_whole("tp", tp)
         return tp  # type: ignore[return-value]
-    if len(tp) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 2 for size in tp):
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in tp)
+    if not (whole and 1 <= len(tp) <= MAX_TENSOR_AXES and min(tp) >= min(len(tp), 2)):
         raise UsageError(
-            f"tp={tuple(tp)!r} must be a whole number of ranks, or the sizes of several axes of at least 2 ranks, such "
-            "as (2, 2)."
+            f"tp={tuple(tp)!r} must be a whole number of ranks, or the sizes of up to {MAX_TENSOR_AXES} axes of at "
+            "least 2 ranks, such as (2, 2)."
         )
     return tuple(tp)
 

@@ -31,11 +31,12 @@ from autopar.sharding.rule import label_text
 from autopar.sharding.shard_graph import shard_graph, shard_over_axis, storage, storage_on_axis
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.cuts.step_time import Decision
-from autopar.solve.shardings.solve import Shardings, pareto, proven_work_seconds, work_bound_seconds
+from autopar.solve.shardings.solve import Shardings, pareto, proven_work_seconds, solve_shardings, work_bound_seconds
 
 # Microbatches whose activations count when a sharding is chosen for its memory. The true number in flight differs per
 # stage and is known only after the cuts.
 MICROBATCHES_IN_FLIGHT = 2
+MAX_OUTER_SHARDINGS = 3  # of the outer axes, with each of which the strategies of the innermost one are solved
 
 
 @dataclass(frozen=True)
@@ -203,28 +204,44 @@ class PlanCosts:
 
     def strategy_graph(self, axes: TensorAxes, size: int) -> StrategyGraph:
         """Strategies of every group over the innermost axis, with their costs, of the graph that `outer` chose."""
-        key = axes, size
-        return self.memoized(("choices", *key), self.new_strategy_graph, *key)
+        return self.strategies_inside(axes, size, self.outer(axes, size))
 
-    def new_strategy_graph(self, axes: TensorAxes, size: int) -> StrategyGraph:
-        """As `strategy_graph`, not remembered."""
-        factors, outside = self.factors_near(MeasuredConfig(axes, size)), self.outer(axes, size)
-        grouped = self.memoized(("grouped", axes, id(outside)), dict)  # what all sizes share
-        groups = self.unsharded_costs(size).groups if len(axes) > 1 else None
-        return strategy_graph(self.pricing(axes, size), factors, grouped, groups)
+    def strategies_inside(self, axes: TensorAxes, size: int, outside: Sharded) -> StrategyGraph:
+        """As `strategy_graph`, of a model that is sharded over the outer axes."""
+        key = ("choices", axes, size, id(outside))  # shardings are cached, so ids are not reused
+        if key not in self.cache:
+            factors = self.factors_near(MeasuredConfig(axes, size))
+            grouped = self.memoized(("grouped", axes, id(outside)), dict)  # what all sizes share
+            groups = self.unsharded_costs(size).groups if len(axes) > 1 else None
+            self.cache[key] = strategy_graph(self.pricing_inside(axes, size, outside), factors, grouped, groups)
+        return self.cache[key]
 
     def outer(self, axes: TensorAxes, size: int) -> Sharded:
-        """The model sharded over all axes but the innermost: as it is fastest without that axis."""
-        outside = axes[:-1]
-        if not outside:
+        """The model sharded over all axes but the innermost.
+
+        Of the first shardings without the innermost axis, from the fastest to smaller ones, it is the one with which
+        the strategies of that axis make the fastest.
+        """
+        if len(axes) < 2:
             return self.unsharded_model
-        fastest = self.sharding(outside, size, 1, 0)
-        assert fastest is not None, f"no sharding over {outside}"
-        return self.sharded(outside, size, fastest.strategy_index)
+        return self.memoized(("outer", axes, size), self.choose_outer, axes, size)
+
+    def choose_outer(self, axes: TensorAxes, size: int) -> Sharded:
+        """As `outer`, not remembered."""
+        levels = (self.sharding(axes[:-1], size, 1, level) for level in range(MAX_OUTER_SHARDINGS))
+        found = [self.sharded(axes[:-1], size, own.strategy_index) for own in levels if own is not None]
+
+        def seconds(outside: Sharded) -> float:
+            return solve_shardings(self.strategies_inside(axes, size, outside), 1).objective_seconds
+
+        return min(found, key=seconds)
 
     def pricing(self, axes: TensorAxes, size: int) -> Pricing:
         """The graph of the outer axes, to be priced for a microbatch of ``size`` samples."""
-        outside = self.outer(axes, size)
+        return self.pricing_inside(axes, size, self.outer(axes, size))
+
+    def pricing_inside(self, axes: TensorAxes, size: int, outside: Sharded) -> Pricing:
+        """As `pricing`, of a model that is sharded over the outer axes."""
         key = ("pricing", axes, id(outside))
         first = self.memoized(key, Pricing, outside.graph, outside.facts, self.hardware, size, axes)
         return first.at(size)

@@ -9,7 +9,7 @@ from math import prod
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_constraints import PlanConstraints
+from autopar.ir.plan_constraints import MAX_TENSOR_AXES, PlanConstraints
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.ir.units import plural
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
@@ -50,17 +50,28 @@ def possible_meshes(constraints: Constraints, hardware: Hardware) -> Meshes:
 
 
 def factorisations(constraints: Constraints) -> list[Mesh]:
-    """Meshes of the number of devices with the given sizes; small tp first, then few tensor axes, then small pp."""
+    """Meshes of the number of devices with the given sizes; small tp first, then few tensor axes, then small pp.
+
+    There are several tensor axes only where tp is given, as their sizes or as a number.
+    """
     devices = constraints.devices
     return [
         Mesh(pp, tp, devices // tp // pp, axes)
         for tp in divisors(devices)
         if constraints.tp_ranks in (None, tp)
-        for axes in tensor_factorisations(tp)
-        if constraints.tp in (None, axes or tp)
+        for axes in arrangements(constraints.tp, tp)
         for pp in divisors(devices // tp)
         if constraints.pp in (None, pp) and constraints.dp in (None, devices // tp // pp)
     ]
+
+
+def arrangements(given: int | tuple[int, ...] | None, tp: int) -> list[tuple[int, ...]]:
+    """Sizes of the tensor axes of ``tp`` ranks that a constraint allows, as in `Mesh`."""
+    if given is None:
+        return [()]
+    if isinstance(given, tuple):
+        return [given if len(given) > 1 else ()]
+    return tensor_factorisations(tp)
 
 
 def tensor_factorisations(tp: int) -> list[tuple[int, ...]]:
@@ -224,7 +235,6 @@ def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
 
 
 MAX_LISTED = 4
-MAX_TENSOR_AXES = 3
 
 
 def divisors(number: int) -> list[int]:

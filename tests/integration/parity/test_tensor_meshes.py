@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim.lamb import Lamb
 
 import autopar
+from autopar.errors import PlanError
+from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.tools.parity.compare import compare
 
@@ -60,6 +63,29 @@ def test_two_axes_equal_one_device(name: str) -> None:
     model, x = vit().double().train(), torch.randn(4, 3, 16, 16, dtype=torch.float64)
     parity = compare(model, x, devices=4, steps=2, plan=plan_of(model, x, name))
     assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
+
+
+def test_a_plan_of_the_planner_equals_one_device() -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(img_size=16, patch_size=2, num_classes=6, embed_dim=192, depth=2, num_heads=4).double()
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    plan = autopar.plan(model.train(), 4, x, tp=(2, 2), hardware="cpu-generic", cost="analytic", microbatches=1)
+    assert {axis for text in plan.shardings.values() for axis in Layout.parse(text).axes} == {"tp0", "tp1"}
+    parity = compare(model, x, devices=4, steps=2, plan=plan)
+    assert parity.ok, [(row.quantity, row.worst, row.max_absolute) for row in parity.rows if not row.ok]
+
+
+def test_wrong_plans_on_two_axes_are_refused() -> None:
+    model, x = vit(), torch.randn(4, 3, 16, 16)
+    plan = plan_of(model, x, "1d twice", "fp32")
+    names = {"blocks.*.attn.qkv.weight": "tp0:0x5", "blocks.*.mlp.fc1.weight": "tp1:0 tp0:0"}
+    for name, text in names.items():
+        match = rf"shardings\.{name.replace('*', '0')}: it has shape .* as '{text}' on axes tp0 of 2 and tp1 of 2 ranks"
+        with pytest.raises(PlanError, match=match):
+            autopar.parallelize(model, 4, x, plan=replace(plan, shardings={name: text}))
+    for text, match in (("tp2:n", "no axis 'tp2'. The tensor axes are tp0, tp1"), ("tp1:z", "cannot run split by 'z'")):
+        with pytest.raises(PlanError, match=match):
+            autopar.parallelize(model, 4, x, plan=replace(plan, strategies={"head.linear": text}))
 
 
 MESHES: dict[str, dict[str, Any]] = {

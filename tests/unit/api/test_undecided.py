@@ -104,16 +104,14 @@ class Runs:
     ) -> str:
         end = self.clock.now + limit
         self.starts.append(len(programs))
-        for key, (program, ranks) in programs.items():
+        for key, (program, axes) in programs.items():
             if self.clock.now + self.seconds > end:
                 self.clock.now = end
                 return ""
             self.clock.now += self.seconds
             if key in self.failing:
                 return "The process ended."
-            seconds = (
-                1e-6 * len(program.ops) * program.batch * (self.slow if program.batch >= 8 and ranks == 1 else 1.0)
-            )
+            seconds = 1e-6 * len(program.ops) * program.batch * (self.slow if program.batch >= 8 and not axes else 1.0)
             keep(key, RegionTimes(seconds, 2 * seconds, self.spread))
         return ""
 

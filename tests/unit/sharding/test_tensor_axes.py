@@ -7,10 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+from support.arrangements import ARRANGEMENTS, Arrangement, Products
 from support.virtual_mesh import on_each_shard
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -66,6 +68,7 @@ class Pooled(nn.Module):
 MODELS = {
     "mlp": (Mlp, SHAPE), "block": (partial(Block, 24, 4, qkv_bias=True), SHAPE),
     "convolutions": (Convolutions, (4, 4, 6, 6)), "pooled": (Pooled, SHAPE),
+    "products": (lambda: nn.Sequential(Products(32, 4)), (8, 4, 32)),
     "three heads, seven tokens": (partial(Block, 24, 3), (5, 7, 24)),
 }  # fmt: skip
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -106,10 +109,12 @@ def random_strategies(graph: Graph, sizes: AxisSizes, seed: int) -> dict[str, st
     return {name: label_text(labels) for name, labels in found.items()}
 
 
-def check(name: str, sizes: AxisSizes, by_name: Mapping[str, str]) -> Mapping[str, Layout]:
-    """Compare all shards with the whole model; returns the layouts of its weights."""
+def check(
+    name: str, sizes: AxisSizes, by_name: Mapping[str, str], layouts: Mapping[str, Layout] | None = None
+) -> Mapping[str, Layout]:
+    """Compare all shards with the whole model; returns the layouts of its weights, as given or as they are read."""
     model, graph = traced(name)
-    stored = storage(graph, by_name, sizes)
+    stored = storage(graph, by_name, sizes) if layouts is None else layouts
     whole, model = weight_tensors(model, graph), copy.deepcopy(model)
     x = torch.randn(graph.inputs[0].shape, dtype=torch.float64)
     expected = model.train()(x.requires_grad_())
@@ -233,6 +238,16 @@ def test_a_block_on_three_axes() -> None:
     """The 3-D arrangement of a product: each axis splits another one of its letters."""
     rows = dict.fromkeys(MEGATRON, "n")
     check("block", axis_sizes((2, 2, 2)), per_axis(TOKENS, rows, dict.fromkeys(MEGATRON, "k")))
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS[:1] + ARRANGEMENTS[2:], ids=lambda own: own.name)
+def test_arrangements_of_the_textbooks(arrangement: Arrangement) -> None:
+    """As in docs/tensor_meshes.md: weights are stored in parts that are gathered before each use."""
+    layouts = arrangement.storage(traced("products")[1])
+    stored = check("products", axis_sizes(arrangement.sizes), arrangement.strategies, layouts)
+    shares = {layout.largest_share((96, 96), axis_sizes(arrangement.sizes)) for layout in stored.values()}
+    depth = arrangement.sizes[0] if "2.5d" in arrangement.name else 1
+    assert shares == {depth / prod(arrangement.sizes)}
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)], ids=str)
