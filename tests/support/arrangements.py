@@ -123,7 +123,7 @@ def moved(of: Arrangement, graph: Graph) -> Moved:
     """Bytes by the collectives of the graph that a rank runs, as rings."""
     sizes, stored = axis_sizes(of.sizes), of.storage(graph)
     local = shard_graph(graph, of.strategies, stored, sizes, dict.fromkeys((op.name for op in graph.ops), 0))
-    total = {"forward": 0.0, "backward": 0.0}
+    forward = backward = 0.0
     for op in local.ops:
         step = reshard_step(op)
         axis = next((a for a in sizes if step is not None and a in step.args), None)
@@ -131,15 +131,16 @@ def moved(of: Arrangement, graph: Graph) -> Moved:
             continue
         (source,), (made,) = [local.readable[name] for name in op.reads], op.outputs
         num_bytes = full_tensor_bytes(step, source.num_bytes, made.num_bytes, sizes[axis])
-        trained = made.requires_grad
-        for direction, kind in (("forward", step.forward), ("backward", step.backward if trained else None)):
-            total[direction] += ring_share(kind, sizes[axis]) * num_bytes if kind else 0.0
+        if step.forward:
+            forward += ring_share(step.forward, sizes[axis]) * num_bytes
+        if step.backward and made.requires_grad:
+            backward += ring_share(step.backward, sizes[axis]) * num_bytes
     once = (
         ring_share("all-reduce", sizes[axis]) * weight.num_bytes
         for weight in local.weights
         for axis in stored[weight.name].partial_gradient
     )
-    return Moved(total["forward"], total["backward"], sum(once))
+    return Moved(forward, backward, sum(once))
 
 
 def published(of: Arrangement) -> Moved:
