@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import PlanError, suggest
 from autopar.ir.graph import Graph, names_layout_copy
-from autopar.ir.layout import REPLICATED, TP, Layout, broadcast_layout, look_up, pattern_of, split_layout
+from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout, broadcast_layout, look_up, pattern_of, split_layout
 from autopar.ir.plan import Plan
-from autopar.sharding.lookup import rule_of
-from autopar.sharding.rule import strategy
+from autopar.ir.tensor_axes import tensor_axes
+from autopar.sharding.lookup import local_rule
+from autopar.sharding.rule import axis_labels, strategy
+from autopar.sharding.shard_graph import labels_on, shard_over_axis
 
 
 def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
@@ -20,14 +22,16 @@ def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
     """
     check_table_names("shardings", plan.shardings, [w.name for w in graph.weights])
     storage: dict[str, Layout] = {}
+    sizes = plan.mesh.axis_sizes
     for weight in graph.weights:
         text = look_up(plan.shardings, weight.name)
         layout = Layout.parse(text) if text is not None else REPLICATED
-        if not storable(layout) or not layout.fits(weight.shape, {TP: plan.mesh.tp}):
+        if not storable(layout, sizes) or not layout.fits(weight.shape, sizes):
+            *_, axis = sizes
             raise PlanError(
                 f"Plan field shardings.{weight.name}: it has shape {list(weight.shape)} and cannot lie as {text!r} on "
-                f"{plan.mesh.tp} ranks. Split one dim whose size the ranks divide ({TP}:DIM or {TP}:DIMxPARTS), or any "
-                f"dim in units ({TP}:DIM@UNIT), write {broadcast_layout()} or {REPLICATED}, or leave it out."
+                f"{axes_text(sizes)}. Split one dim whose size the ranks divide ({axis}:DIM or {axis}:DIMxPARTS), or "
+                f"any dim in units ({axis}:DIM@UNIT), write {broadcast_layout(axis)} or {REPLICATED}, or leave it out."
             )
         if weight.kind == "constant" and layout != REPLICATED:
             raise PlanError(
@@ -37,30 +41,57 @@ def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
     return storage
 
 
-def storable(layout: Layout) -> bool:
-    """Whether weights can have a layout: replicated, split once over the tensor axis, or with a partial gradient."""
-    splits = (split_layout(s.dim, s.outer, unit=s.unit) for s in layout.splits)
-    return layout in (REPLICATED, broadcast_layout(), *splits)
+def storable(layout: Layout, sizes: AxisSizes) -> bool:
+    """Whether weights can have a layout: on each axis replicated, split once, or with a partial gradient.
+
+    Splits are in the order of the axes. A dim that an axis splits raggedly is split by no other.
+    """
+    whole, ragged = REPLICATED, {split.dim for split in layout.splits if split.unit}
+    for axis in sizes:
+        own = layout.on(axis)
+        splits = (split_layout(s.dim, s.outer, axis, s.unit) for s in own.splits)
+        if own not in (REPLICATED, broadcast_layout(axis), *splits):
+            return False
+        whole = whole.then(own)
+    dims = [split.dim for split in layout.splits]
+    return whole == layout and all(dims.count(dim) == 1 for dim in ragged)
 
 
-def check_strategies(plan: Plan, graph: Graph) -> None:
-    """Refuse strategies that the graph's operations do not have.
+def axes_text(sizes: AxisSizes) -> str:
+    """``4 ranks``, or ``axes tp0 of 2 and tp1 of 2 ranks``."""
+    if len(sizes) == 1:
+        return f"{sizes[TP]} ranks"
+    return f"axes {' and '.join(f'{axis} of {size}' for axis, size in sizes.items())} ranks"
 
+
+def check_strategies(plan: Plan, graph: Graph, storage: Mapping[str, Layout]) -> None:
+    """Refuse strategies that the graph's operations, or collectives of outer axes, do not have.
+
+    Args:
+        storage: layout of each weight.
     Raises:
         PlanError: names the field and the factors of the operation.
     """
-    check_table_names("strategies", plan.strategies, [op.name for op in graph.ops])
-    for op in graph.ops:
-        label = look_up(plan.strategies, op.name)
-        if not label:
-            continue
-        rule = rule_of(op, graph.shapes.__getitem__)
-        if rule is None or strategy(rule, label, plan.mesh.tp) is None:
-            free = {letter: rule.sizes[letter] for letter in rule.free} if rule is not None else {}
-            raise PlanError(
-                f"Plan field strategies: {op.name} ({op.target}) cannot run split by {label!r} on {plan.mesh.tp} "
-                f"ranks. Its factors and their sizes: {free or 'none'}."
-            )
+    names = [op.name for op in graph.ops]
+    for axis in tensor_axes(plan.mesh.axis_sizes):
+        labels = labels_on(axis, plan.strategies, graph)
+        for op in graph.ops:
+            label, rule = labels.get(op.name), local_rule(op, graph)
+            if label and (rule is None or strategy(rule, label, axis.ranks) is None):
+                free = {letter: rule.sizes[letter] for letter in rule.free} if rule is not None else {}
+                raise PlanError(
+                    f"Plan field strategies: {op.name} ({op.target}) cannot run split by {label!r} on {axis.ranks} "
+                    f"ranks. Its factors and their sizes: {free or 'none'}."
+                )
+        stored = {name: layout.on(axis.name) for name, layout in storage.items()}
+        graph = shard_over_axis(graph, labels, stored, axis, dict.fromkeys((op.name for op in graph.ops), 0))
+        names += [op.name for op in graph.ops if op.home]
+    check_table_names("strategies", plan.strategies, names)
+    unknown = {axis for text in plan.strategies.values() for axis in axis_labels(text)} - plan.mesh.axis_sizes.keys()
+    if unknown:
+        raise PlanError(
+            f"Plan field strategies: no axis {min(unknown)!r}. The tensor axes are {', '.join(plan.mesh.axis_sizes)}."
+        )
 
 
 def check_table_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:

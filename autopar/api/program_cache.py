@@ -21,13 +21,13 @@ from autopar.codegen.fusions.split_backward import split_backward
 from autopar.codegen.split import follow_plan, split, weight_stages
 from autopar.errors import EvaluationWarning, TraceError, UsageError, caller_level
 from autopar.ir.graph import Graph, Mode
-from autopar.ir.layout import REPLICATED, TP, look_up
+from autopar.ir.layout import REPLICATED
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import SPLIT
 from autopar.ir.program import Program
 from autopar.ir.pytree import unflatten
 from autopar.runtime.launch.torch_settings import TorchSettings
-from autopar.sharding.rule import factor_of
+from autopar.sharding.rule import axis_labels, factor_of
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
@@ -94,7 +94,7 @@ class ProgramCache:
             graph = self.trace_first(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
         self.storage = weight_layouts(plan, graph)
-        check_strategies(plan, graph)
+        check_strategies(plan, graph, self.storage)
         self.specializations: dict[tuple, Specialization] = {}
         self.numbers = itertools.count()
         self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
@@ -137,8 +137,8 @@ class ProgramCache:
     @property
     def is_ragged(self) -> bool:
         """Whether shards differ in shapes, so that each needs its own programs."""
-        factors = map(factor_of, self.plan.strategies.values())
-        return any(factor.unit for factor in factors) or any(layout.ragged for layout in self.storage.values())
+        labels = (label for text in self.plan.strategies.values() for label in axis_labels(text).values())
+        return any(factor_of(label).unit for label in labels) or any(layout.ragged for layout in self.storage.values())
 
     def split_shard(self, graph: Graph, stage_of: Mapping[str, int], planned: bool, shard: int) -> tuple[Program, ...]:
         """As `split`, for one shard."""
@@ -156,10 +156,8 @@ class ProgramCache:
         """The graph that the ranks of a shard run."""
         if self.plan.mesh.tp == 1:
             return graph
-        by_name = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
-        labels = {name: label for name, label in by_name.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
-        return shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of, shard)
+        return shard_graph(graph, self.plan.strategies, storage, self.plan.mesh.axis_sizes, stage_of, shard)
 
     def trace_first(self, microbatch: Call, mode: Mode) -> Graph:
         """As `trace`; also refuses draws from Python's generators, which later traces may share with other threads."""

@@ -11,7 +11,8 @@ from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import graph_module
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Weight
-from autopar.ir.layout import REPLICATED, TP
+from autopar.ir.layout import REPLICATED
+from autopar.ir.tensor_axes import axis_index
 from autopar.measure.compile_ahead import compile_ahead
 from autopar.ops.regions import parameter_blocks
 from autopar.ops.registry import views_of_weights
@@ -34,8 +35,9 @@ def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe,
                 weights[position].append(weight)
 
     def local(stage: int, shard: int) -> tuple[Weight, ...]:
+        index = axis_index(mesh.axis_sizes, shard)
         layouts = ((w, stored.get(w.name, REPLICATED)) for w in weights[stage])
-        return tuple(replace(w, shape=at.local_shape(w.shape, {TP: mesh.tp}, {TP: shard})) for w, at in layouts)
+        return tuple(replace(w, shape=at.local_shape(w.shape, mesh.axis_sizes, index)) for w, at in layouts)
 
     pairs = {(e.src, e.dst) for v in programs.specializations.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
@@ -116,7 +118,7 @@ def parameter_sharing(programs: ProgramCache, recipe: TrainingRecipe) -> Paramet
     summed = {
         name
         for name in trained
-        if len(programs.positions[name]) > 1 or TP in programs.storage.get(name, REPLICATED).partial_gradient
+        if len(programs.positions[name]) > 1 or programs.storage.get(name, REPLICATED).partial_gradient
     }
     # A value that leaves a stage may be on its way while its slot is filled again.
     leaving = {

@@ -213,6 +213,8 @@ class Graph:
     ``leaves`` are the flattened arguments of the traced call: a reference for each tensor, the constant itself for
     anything else. ``outputs`` are the flattened results in the same form.
 
+    ``uneven`` are dims of values and weights of which other ranks hold parts of another size.
+
     Invariants: names are unique; every reference is to an input, a weight or an earlier operation's output. Each set of
     ``colocated`` names operations that share state which is updated in place; they must stay on one stage.
     """
@@ -229,6 +231,7 @@ class Graph:
     out_spec: Any
     colocated: tuple[tuple[str, ...], ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    uneven: Mapping[str, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = {v.name for v in self.inputs} | {w.name for w in self.weights}

@@ -1,9 +1,11 @@
-"""How a tensor lies on the ranks of a mesh axis: split, replicated, a partial sum, or with partial gradients.
+"""How a tensor lies on the ranks of the tensor axes: split, replicated, a partial sum, or with partial gradients.
 
 A split is kept per factor of a dim, not per dim: a dim of size D is read as (outer, ranks, rest), and a rank holds its
 part of the middle factor. ``outer`` 1 is a contiguous part. Rows of a fused query, key and value weight [3·h·d, c] are
-split by heads with ``outer`` 3. In other words, a split is one digit of the dim's index in mixed radix. Several axes
-can split one dim, each at another digit.
+split by heads with ``outer`` 3. In other words, a split is one digit of the dim's index in mixed radix.
+
+On several axes each split divides the part that the splits before it leave, the outermost axis first. So several axes
+can split one dim, and all that holds for one axis holds for the next one, with parts in place of whole tensors.
 
 A ragged split has a ``unit``: the dim is read as (outer, count, unit), and the ranks share ``count`` out. The first
 ``count % ranks`` ranks hold one unit more than the others, so that the first rank's part is the largest.
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 
 TP = "tp"
-AxisSizes = Mapping[str, int]
+AxisSizes = Mapping[str, int]  # number of ranks of each axis, the outermost first; or a rank's number on each
 FIRST: AxisSizes = {}  # the first rank of every axis
 
 
@@ -51,6 +53,10 @@ class Split:
         """A rank's positions in each of the ``outer`` blocks of a dim of this size."""
         return part_of(size // self.outer, self.unit or size // (self.outer * ranks), ranks, rank)
 
+    def local_size(self, size: int, ranks: int, rank: int) -> int:
+        """Number of a rank's positions of a dim of this size."""
+        return self.outer * len(self.part(size, ranks, rank))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -67,8 +73,13 @@ class Layout:
     partial_gradient: tuple[str, ...] = ()
 
     def fits(self, shape: Sequence[int], ranks: AxisSizes) -> bool:
-        """Whether every split fits a tensor of this shape, see `Split.fits`."""
-        return all(s.dim < len(shape) and s.fits(shape[s.dim], ranks[s.axis]) for s in self.splits)
+        """Whether every split fits what the splits before it leave of a tensor of this shape, see `Split.fits`."""
+        local = list(shape)
+        for split in self.splits:
+            if split.dim >= len(shape) or not split.fits(local[split.dim], ranks[split.axis]):
+                return False
+            local[split.dim] = split.local_size(local[split.dim], ranks[split.axis], 0)
+        return True
 
     def local_shape(self, shape: Sequence[int], ranks: AxisSizes, index: AxisSizes = FIRST) -> tuple[int, ...]:
         """The shape of a rank's part of a tensor of ``shape``.
@@ -78,11 +89,22 @@ class Layout:
         """
         local = list(shape)
         for split in self.splits:
-            count, size = ranks[split.axis], shape[split.dim]
+            count, size = ranks[split.axis], local[split.dim]
             assert split.fits(size, count), f"{self} of {list(shape)}"
-            part = len(split.part(size, count, index.get(split.axis, 0)))
-            local[split.dim] = local[split.dim] * part * split.outer // size if size else 0
+            local[split.dim] = split.local_size(size, count, index.get(split.axis, 0))
         return tuple(local)
+
+    def on(self, axis: str) -> Layout:
+        """The layout on one axis alone."""
+        splits = tuple(split for split in self.splits if split.axis == axis)
+        partial, gradient = ((axis,) if axis in axes else () for axes in (self.partial, self.partial_gradient))
+        return Layout(splits, partial, gradient)
+
+    def then(self, inner: Layout) -> Layout:
+        """The layout of a tensor whose parts lie as ``inner`` on further axes."""
+        return Layout(
+            self.splits + inner.splits, self.partial + inner.partial, self.partial_gradient + inner.partial_gradient
+        )
 
     def largest_share(self, shape: Sequence[int], ranks: AxisSizes) -> float:
         """The largest part of a tensor of ``shape``, as a share of the whole."""
@@ -164,7 +186,7 @@ def compressed(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]
     """A table with patterns in place of names, where all ``names`` that fit a pattern have one entry.
 
     Args:
-        names: all names for which the table can be read.
+        names: all names for which the table can be read, its own included.
     """
     entries: dict[str, set[str | None]] = {}
     for name in names:

@@ -51,8 +51,9 @@ class Plan:
         exceptions: operations of parallel branches that lie inside another stage's range in execution order, and the
             stage that runs them.
         shardings: layouts (`Layout.parse`) in which ranks store weights; a weight that is not listed is replicated.
-        strategies: the factor that is split when an operation runs (`autopar.sharding`); an operation that is not
-            listed follows the layouts that it reads.
+        strategies: the factor that is split when an operation runs (`autopar.sharding`), on several tensor axes
+            ``axis:factor`` for each; an operation that is not listed, or has none on an axis, follows the layouts that
+            it reads.
         blocks: the shardings for people.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3 that
             and the parameters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 from typing import get_args
 
 from autopar.errors import UsageError
@@ -31,7 +31,9 @@ class PlanConstraints:
     The flags of ``autopar plan`` have the names of these fields.
 
     Args:
-        pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
+        pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices. A tuple for ``tp``, such as (2, 4),
+            gives the sizes of several tensor axes, the outermost first: ranks of the last one are neighbours. A number
+            leaves them to the planner, (8,) is a single axis.
         zero: ZeRO stage. Replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3
             that and the parameters, as FSDP does; the planner then chooses the blocks that are gathered before each
             use. None, or the keyword argument "auto", takes the fastest that fits.
@@ -74,7 +76,7 @@ class PlanConstraints:
     """
 
     pp: int | None = None
-    tp: int | None = None
+    tp: int | tuple[int, ...] | None = None
     dp: int | None = None
     zero: ZeroStage | None = None
     dp_shard: int | None = None
@@ -94,9 +96,15 @@ class PlanConstraints:
     measure_seconds: float | None = None
     solver_seconds: float = 10.0
 
+    @property
+    def tp_ranks(self) -> int | None:
+        """Ranks of a tensor-parallel group, if given."""
+        return prod(self.tp) if isinstance(self.tp, tuple) else self.tp
+
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "dp_shard", "chunks", "microbatches", "microbatch_size"):
+        for name in ("pp", "dp", "dp_shard", "chunks", "microbatches", "microbatch_size"):
             check_whole(name, getattr(self, name))
+        object.__setattr__(self, "tp", checked_tp(self.tp))
         check_zero(self.zero)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))
@@ -133,6 +141,27 @@ class PlanConstraints:
             )
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
+
+
+MAX_TENSOR_AXES = 3
+
+
+def checked_tp(tp: object) -> int | tuple[int, ...] | None:
+    """The number of tensor-parallel ranks, or the sizes of their axes.
+
+    Raises:
+        UsageError: they are no whole numbers, there are too many, or one of several axes has less than 2 ranks.
+    """
+    if not isinstance(tp, (tuple, list)):
+        check_whole("tp", tp)
+        return tp  # type: ignore[return-value]
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in tp)
+    if not (whole and 1 <= len(tp) <= MAX_TENSOR_AXES and min(tp) >= min(len(tp), 2)):
+        raise UsageError(
+            f"tp={tuple(tp)!r} must be a whole number of ranks, or the sizes of up to {MAX_TENSOR_AXES} axes of at "
+            "least 2 ranks, such as (2, 2)."
+        )
+    return tuple(tp)
 
 
 def check_whole(name: str, number: object) -> None:

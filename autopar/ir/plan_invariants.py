@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from math import prod
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
@@ -36,6 +37,8 @@ def check_counts(plan: PlanView, fail: Fail) -> None:
     for name, number in (numbers | {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp, "mesh.dp": mesh.dp}).items():
         if number < 1:
             fail(name, f"is {number}, must be at least 1.")
+    if mesh.tp_axes and (len(mesh.tp_axes) < 2 or min(mesh.tp_axes) < 2 or prod(mesh.tp_axes) != mesh.tp):
+        fail("mesh.tp_axes", f"is {list(mesh.tp_axes)}; several axes of at least 2 ranks make mesh.tp, here {mesh.tp}.")
     if len(plan.stages) != (num_stages := mesh.pp * plan.chunks):
         fail("stages", f"has {len(plan.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
 

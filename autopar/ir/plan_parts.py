@@ -260,7 +260,9 @@ class Prediction:
 class Collective:
     """A tensor-parallel collective of a repeated block; one record for each time it runs for one microbatch.
 
-    ``op`` is the operation that it belongs to, as a pattern.
+    Args:
+        op: operation that it belongs to, as a pattern.
+        axis: tensor axis; empty where there is one.
     """
 
     op: str
@@ -268,6 +270,7 @@ class Collective:
     direction: Literal["forward", "backward"]
     num_bytes: int
     seconds: float
+    axis: str = ""
 
 
 @with_config(STRICT)

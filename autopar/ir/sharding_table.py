@@ -29,7 +29,9 @@ def sharding_parts(plan: PlanView) -> Sequence[RenderableType]:
 
 def split_table(plan: PlanView) -> Table:
     """A row per module of a block; neighbouring modules with equal sharding share a row."""
-    table = plain_table("sharded", "module", f"over {plan.mesh.tp} ranks")
+    sizes = plan.mesh.axis_sizes
+    axes = f"axes {', '.join(f'{axis} of {size}' for axis, size in sizes.items())}" if len(sizes) > 1 else ""
+    table = plain_table("sharded", "module", f"over {axes or f'{plan.mesh.tp} ranks'}")
     blocks = merged_blocks(plan.blocks)
     for block in blocks[:MAX_BLOCKS]:
         name = block_name(block)
@@ -91,8 +93,8 @@ def grouped_rows(rows: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
     """``2 × all-reduce of 38.5 MiB, all-gather of 4.00 MiB``."""
-    counts = Counter((c.kind, c.num_bytes) for c in collectives)
+    counts = Counter((c.kind, c.num_bytes, c.axis) for c in collectives)
     return ", ".join(
-        (f"{count} × " if count > 1 else "") + f"{kind} of {text(num_bytes, BYTES)}"
-        for (kind, num_bytes), count in counts.items()
+        (f"{count} × " if count > 1 else "") + f"{kind} of {text(num_bytes, BYTES)}" + (f" over {axis}" if axis else "")
+        for (kind, num_bytes, axis), count in counts.items()
     )

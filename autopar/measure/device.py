@@ -22,6 +22,7 @@ SOURCES = (
     "ir/graph.py",
     "ir/layout.py",
     "ir/program.py",
+    "ir/tensor_axes.py",
     "measure/regions",
     "measure/timer.py",
     "ops",

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from autopar.ir.graph import Mode, Weight
-from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.ir.mesh import MESH_AXES, Mesh, Place
+from autopar.ir.layout import REPLICATED, AxisSizes, Layout
+from autopar.ir.mesh import Mesh, Place
 from autopar.ir.plan_parts import ListOrder, ReduceDtype, Replicas, ZeroStage
 from autopar.ir.program import Program
+from autopar.ir.tensor_axes import axis_index
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
 from autopar.runtime.engine.executor import ActionTiming, StepData
@@ -177,6 +178,11 @@ class RankSpec:
         return self.mesh.group(self.rank, "tp")
 
     @property
+    def axis_index(self) -> AxisSizes:
+        """This rank's number on each tensor axis."""
+        return axis_index(self.mesh.axis_sizes, self.place.shard)
+
+    @property
     def channels(self) -> tuple[tuple[int, int, int], ...]:
         """(src, dst, channel index) of all rank pairs that exchange tensors; equal on all ranks."""
         lines = [self.mesh.group(rank, "pp") for rank in self.mesh.ranks(0)]
@@ -198,7 +204,7 @@ class RankSpec:
         tied weight.
         """
         every = range(self.mesh.devices)
-        sets = {tuple(every), *(self.mesh.group(rank, axis) for rank in every for axis in MESH_AXES)}
+        sets = {tuple(every), *(self.mesh.group(rank, axis) for rank in every for axis in (*self.mesh.axes, "tp"))}
         count = self.replicas.group_size
         for line in {self.mesh.group(rank, "dp") for rank in every}:
             sets |= {line[first : first + count] for first in range(0, len(line), count)}
@@ -214,17 +220,18 @@ class RankSpec:
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole weight, or of a whole state in its layout, of which this rank's part has ``shape``."""
         found = self.whole_shapes.get(name)
-        return found if found is not None else whole_shape(shape, self.layout(name), {TP: self.mesh.tp})
+        return found if found is not None else whole_shape(shape, self.layout(name), self.mesh.axis_sizes)
 
     def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part [*local] of a weight's whole tensor [*shape]."""
-        return local_part(tensor, self.layout(name), {TP: self.mesh.tp}, {TP: self.place.shard})
+        return local_part(tensor, self.layout(name), self.mesh.axis_sizes, self.axis_index)
 
     def has_first_copy(self, name: str) -> bool:
         """Whether this rank holds the first copy, within its replica, of its part of a weight."""
-        split = any(s.axis == TP for s in self.layout(name).splits)
+        split = {s.axis for s in self.layout(name).splits}
+        copies = (number for axis, number in self.axis_index.items() if axis not in split)
         positions = self.holders.get(name, (self.place.stage,))
-        return positions[0] == self.place.stage and (split or self.place.shard == 0)
+        return positions[0] == self.place.stage and not any(copies)
 
 
 def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:

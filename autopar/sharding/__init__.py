@@ -5,6 +5,8 @@ per weight. Output: the local `Graph`, with collectives as operations. To split 
 Operands with the letter are split. Operands without it are read whole, and their gradient is a sum over ranks; an
 output without it is a partial sum itself. Only sizes that divide evenly are split.
 
+On several axes the graph is sharded over one after the other; collectives of the outer ones have rules too.
+
 Read rule (rules, strategies, layouts), table with parse and functions (the rule of every operator), bound_call and
 lookup (the rule of one operation), propagate (the strategy of every operation), reshard (collectives between two
 layouts), localise and shard_graph (the local graph), fuse_linear and buffer_sizes (async tensor parallelism and its

@@ -9,29 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.ir.graph import Graph, Op
-from autopar.ir.layout import Layout, split_layout
+from autopar.ir.layout import TP, Layout, split_layout
 from autopar.sharding.rule import Rule, factor_layout, factor_of, has_letter, label_of_layout
 
 
-def sample_dims(graph: Graph, rule_of: Callable[[Op], Rule | None]) -> Mapping[str, Layout]:
+def sample_dims(graph: Graph, rule_of: Callable[[Op], Rule | None], axis: str = TP) -> Mapping[str, Layout]:
     """For every value with samples, the layout that splits them, followed from the first dim of the inputs.
 
     Args:
         rule_of: the rule of an operation, or None.
+        axis: of the layouts.
     """
-    batch = graph.batch
-    layouts = {v.name: split_layout(0) for v in graph.inputs if v.shape and v.shape[0] == batch}
+    first = split_layout(0, axis=axis)
+    layouts = {v.name: first for v in graph.inputs if v.shape and v.shape[0] == graph.batch}
+    counts = dict.fromkeys(layouts, graph.batch)  # samples of each value, of which outer axes may have a part
     for op in graph.ops:
         number = next((i for i, name in enumerate(op.reads) if name in layouts), None)
         if number is None:
             continue
         rule, read = rule_of(op), op.reads[number]
         for j, value in enumerate(op.outputs):
-            layout = output_layout(rule, number, j, layouts[read], batch) if rule is not None else None
-            if layout is None and value.shape[:1] == graph.shapes[read][:1] and layouts[read] == split_layout(0):
-                layout = layouts[read]
+            layout, count = None, counts[read]
+            if op.home:  # a collective of an outer axis
+                layout, dim = layouts[read], layouts[read].splits[0].dim
+                count = count * value.shape[dim] // graph.shapes[read][dim]
+            elif rule is not None:
+                layout = output_layout(rule, number, j, layouts[read], count)
+            if layout is None and value.shape[:1] == graph.shapes[read][:1] and layouts[read] == first:
+                layout = first
             if layout is not None:
-                layouts[value.name] = layout
+                layouts[value.name], counts[value.name] = layout, count
     return layouts
 
 

@@ -128,6 +128,23 @@ def local_split_sizes(name: str) -> Callable[[LocalOp], Op]:
     return localise
 
 
+def local_outer(*positions: int) -> Callable[[LocalOp], Op]:
+    """A function that replaces ``outer`` of a collective by this rank's part where it is split.
+
+    Args:
+        positions: of the arguments with the numbers of the dims, each followed by ``outer``.
+    """
+
+    def localise(part: LocalOp) -> Op:
+        args = [*part.op.args]
+        for at in positions:
+            if part.letter == f"o{args[at]}":
+                args[at + 1] = part.share(args[at + 1])
+        return replace(part.op, args=tuple(args))
+
+    return localise
+
+
 def local_length(part: LocalOp) -> Op:
     """narrow with the local length."""
     return with_argument(part.op, 3, "length", part.shapes[0][argument(part.op, 1, "dim")])
@@ -179,4 +196,8 @@ LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {
     "split_with_sizes": local_split_sizes("split_sizes"),
     "narrow": local_length,
     "autopar.uniform": local_uniform,
+    "autopar.shard": local_outer(1),
+    "autopar.reduce_scatter": local_outer(1),
+    "autopar.all_gather": local_outer(1),
+    "autopar.all_to_all": local_outer(1, 3),
 }

@@ -7,13 +7,27 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 
-from autopar.ir.graph import Op, refs, renamed
+from autopar.ir.graph import Graph, Op, refs, renamed
 from autopar.sharding.bound_call import BoundCall, RuleFunction, Shape
 from autopar.sharding.parse import bind
 from autopar.sharding.rule import Dims, Rule
 from autopar.sharding.table import RULES, UPDATING
 
 Entry = str | RuleFunction
+
+
+def local_rule(op: Op, graph: Graph) -> Rule | None:
+    """The rule of an operation of a graph, operands as in ``Op.reads``; None where it must be replicated.
+
+    Dims whose size differs between ranks of an outer axis are whole, so that all ranks have the same strategies.
+    """
+    rule = rule_of(op, graph.shapes.__getitem__)
+    names = (*op.reads, *(value.name for value in op.outputs))
+    if rule is None or graph.uneven.keys().isdisjoint(names):
+        return rule
+    tensors = zip(names, (*rule.operands, *rule.outputs), strict=True)
+    letters = {x for name, dims in tensors for dim in graph.uneven.get(name, ()) for x in dims[dim]}
+    return replace(rule, whole=rule.whole | letters)
 
 
 def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Op
-from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout
-from autopar.sharding.lookup import rule_of
+from autopar.ir.layout import REPLICATED, Layout
+from autopar.ir.tensor_axes import TensorAxis
+from autopar.sharding.lookup import local_rule, rule_of
 from autopar.sharding.rule import REPLICATE, Rule, Strategy, by_operand, replicate, strategy
 
 
@@ -27,8 +28,8 @@ class GraphSharding:
     layouts: Mapping[str, Layout]
 
 
-def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], ranks: AxisSizes) -> GraphSharding:
-    """The strategy of every operation of a graph.
+def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], axis: TensorAxis) -> GraphSharding:
+    """The strategy of every operation of a graph on one axis.
 
     An operation runs under its label. Without a label that fits its shapes, it follows its operands: the first operand
     that is split decides, values before weights, if the rule has a strategy for it. Otherwise the operation is
@@ -47,13 +48,13 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
     rules: dict[str, Rule] = {}
     chosen: dict[str, Strategy] = {}
     for op in graph.ops:
-        rule = rule_of(op, graph.shapes.__getitem__)
+        rule = local_rule(op, graph)
         if rule is None or op.name in stateful:
             decided = replicated(op)
         else:
             rules[op.name] = rule
             decided = state_preserving(
-                op, rule, choose_strategy(op, rule, labels, layouts, graph, ranks[TP]), stored, ranks[TP]
+                op, rule, choose_strategy(op, rule, labels, layouts, graph, axis), stored, axis.ranks
             )
         operands = tuple(
             without_gradient_sum(read, name in trained) for name, read in zip(op.reads, decided.operands, strict=True)
@@ -76,15 +77,15 @@ def replicated(op: Op) -> Strategy:
 
 
 def choose_strategy(
-    op: Op, rule: Rule, labels: Mapping[str, str], layouts: Mapping[str, Layout], graph: Graph, ranks: int
+    op: Op, rule: Rule, labels: Mapping[str, str], layouts: Mapping[str, Layout], graph: Graph, axis: TensorAxis
 ) -> Strategy:
     """The strategy of an operation's label, or else the strategy that follows its operands."""
-    labelled = strategy(rule, labels[op.name], ranks) if op.name in labels else None
+    labelled = strategy(rule, labels[op.name], axis.ranks, axis.name) if op.name in labels else None
     if labelled is not None:
         return labelled
     order = sorted(range(len(op.reads)), key=lambda i: op.reads[i] in graph.weight)
     first = next((i for i in order if layouts[op.reads[i]].splits), None)
-    followed = by_operand(rule, first, layouts[op.reads[first]], ranks) if first is not None else None
+    followed = by_operand(rule, first, layouts[op.reads[first]], axis.ranks) if first is not None else None
     return followed or replicate(rule)
 
 

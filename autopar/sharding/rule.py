@@ -149,6 +149,17 @@ def factor_of(label: str) -> Factor:
     return Factor(match[1], int(match[2] or 1), int(match[3] or 0)) if match else Factor("")
 
 
+def axis_labels(text: str) -> Mapping[str, str]:
+    """Label of a strategy on each axis: ``n`` on a single axis, ``tp0:n tp1:`` on several; none on other axes."""
+    words = text.split()
+    return dict(word.split(":") for word in words) if ":" in text else {TP: text}  # type: ignore[misc]
+
+
+def label_text(labels: Mapping[str, str]) -> str:
+    """The text of a strategy's labels by axis; inverse of `axis_labels`."""
+    return labels[TP] if labels.keys() == {TP} else " ".join(f"{axis}:{label}" for axis, label in labels.items())
+
+
 def factor_layout(rule: Rule, dims: Dims, factor: Factor, axis: str) -> Layout:
     """The layout of a tensor that has the factor's letter, split in that factor."""
     dim = next(i for i, letters in enumerate(dims) if factor.letter in letters)
@@ -158,7 +169,7 @@ def factor_layout(rule: Rule, dims: Dims, factor: Factor, axis: str) -> Layout:
 
 
 def strategies(
-    rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], ragged: Collection[str] = ()
+    rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], ragged: Collection[str] = (), axis: str = TP
 ) -> tuple[Strategy, ...]:
     """All strategies, the replicated one first, then those of each letter in order of appearance.
 
@@ -168,7 +179,7 @@ def strategies(
     """
     factors = [Factor(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
     uneven = [f for f in factors if f.letter in ragged and not f.fits(rule.sizes[f.letter], ranks)]
-    found = (strategy(rule, str(replace(f, unit=1) if f in uneven else f), ranks) for f in factors)
+    found = (strategy(rule, str(replace(f, unit=1) if f in uneven else f), ranks, axis) for f in factors)
     return (replicate(rule), *(s for s in found if s is not None))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.sharding.bound_call import RuleFunction
-from autopar.sharding.functions import products, shapes, views
+from autopar.sharding.functions import collectives, products, shapes, views
 
 POOL_1D = "... w! -> ... x!"
 POOL_2D = "... h! w! -> ... y! x!"
@@ -191,6 +191,15 @@ RULES: Mapping[str, str | RuleFunction] = {
     "new_zeros": shapes.new_tensor,
     "dropout": shapes.dropout,
     "autopar.uniform": shapes.counter_random,
+    # collectives of the axes outside
+    "autopar.all_reduce": shapes.elementwise,
+    "autopar.sum_gradient": shapes.elementwise,
+    "autopar.share_gradient": shapes.elementwise,
+    "autopar.first_rank": shapes.elementwise,
+    "autopar.shard": collectives.resharded(3, split=1),
+    "autopar.reduce_scatter": collectives.resharded(3, split=1),
+    "autopar.all_gather": collectives.resharded(3, gathered=1),
+    "autopar.all_to_all": collectives.resharded(5, gathered=1, split=3),
     **dict.fromkeys(DRAWN.split(), shapes.random),
     **dict.fromkeys(PER_ELEMENT.split(), shapes.elementwise),
     **dict.fromkeys(RESHAPES.split(), shapes.reshape),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 import torch
 
-from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout, Split
+from autopar.ir.layout import REPLICATED, AxisSizes, Layout, Split
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor_axes import axis_index
 
 Index = Mapping[str, int]  # a rank's number on each axis
 
@@ -171,7 +172,7 @@ def assembled(
         for name, tensor in tensors.items():
             shards_of.setdefault(name, {})[mesh.place(rank).shard] = tensor
     return {
-        name: whole_tensor(by_shard(shards), storage.get(name, REPLICATED), {TP: mesh.tp})
+        name: whole_tensor(by_shard(shards, mesh), storage.get(name, REPLICATED), mesh.axis_sizes)
         for name, shards in shards_of.items()
     }
 
@@ -192,16 +193,23 @@ def summed_gradients(
     total: dict[str, torch.Tensor] = {}
     for name, own in sums.items():
         layout = storage.get(name, REPLICATED)
-        if TP in layout.partial_gradient:
-            total[name] = torch.stack([own[shard] for shard in sorted(own)]).sum(0)
-        else:
-            total[name] = whole_tensor(by_shard(own), layout, {TP: mesh.tp})
+        total[name] = whole_tensor(summed_parts(by_shard(own, mesh), layout.partial_gradient), layout, mesh.axis_sizes)
     return total
 
 
-def by_shard(tensors: Mapping[int, torch.Tensor]) -> list[tuple[Index, torch.Tensor]]:
-    """(index on the tensor axis, tensor) of each shard."""
-    return [({TP: shard}, tensor) for shard, tensor in tensors.items()]
+def summed_parts(
+    parts: Iterable[tuple[Index, torch.Tensor]], axes: Collection[str]
+) -> list[tuple[Index, torch.Tensor]]:
+    """The parts of a tensor, summed over some axes, by their index on the others."""
+    groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
+    for index, tensor in parts:
+        groups.setdefault(tuple((a, i) for a, i in index.items() if a not in axes), []).append(tensor)
+    return [(dict(key), torch.stack(members).sum(0)) for key, members in groups.items()]
+
+
+def by_shard(tensors: Mapping[int, torch.Tensor], mesh: Mesh) -> list[tuple[Index, torch.Tensor]]:
+    """(index on the tensor axes, tensor) of each shard, by shard."""
+    return [(axis_index(mesh.axis_sizes, shard), tensors[shard]) for shard in sorted(tensors)]
 
 
 def join_along_dim(
@@ -219,15 +227,14 @@ def join_along_dim(
 
 
 def held_indices(size: int, splits: Sequence[Split], ranks: AxisSizes, index: Index) -> torch.Tensor:
-    """The indices of a whole dim that a rank stores, in order: those whose digit of every split is the rank's."""
+    """The indices of a whole dim that a rank stores, in order: each split takes its part of those before it."""
     indices = torch.arange(size, device="cpu")
-    mine = torch.ones(size, dtype=torch.bool, device="cpu")
     for split in splits:
         count = ranks[split.axis]
-        assert split.fits(size, count), f"{split} of a dim of {size}"
-        part, position = split.part(size, count, index[split.axis]), indices % (size // split.outer)
-        mine &= (part.start <= position) & (position < part.stop)
-    return indices[mine]
+        assert split.fits(len(indices), count), f"{split} of a dim of {len(indices)}"
+        part = split.part(len(indices), count, index[split.axis])
+        indices = indices.view(split.outer, len(indices) // split.outer)[:, part.start : part.stop].flatten()
+    return indices
 
 
 def splits_by_dim(layout: Layout) -> dict[int, list[Split]]:

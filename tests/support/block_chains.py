@@ -13,6 +13,7 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo, Replicas
+from autopar.ir.tensor_axes import TensorAxes, num_ranks
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.search import Refine, search
 from autopar.solve.space.constraints import Constraints
@@ -112,17 +113,19 @@ class Unsharded:
 
     cost_at: Callable[[int], CostGraph]
 
-    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, axes: TensorAxes, replicas: Replicas, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         cost = self.cost_at(size)
         return Priced(cost, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
 
-    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, axes: TensorAxes, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("no weight belongs to a block")
 
-    def floor_seconds(self, tp: int, size: int) -> float:
-        return sum(g.seconds for g in self.cost_at(size).groups) / tp
+    def floor_seconds(self, axes: TensorAxes, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / num_ranks(axes)
 
-    def bound_seconds(self, tp: int, size: int) -> float:
+    def bound_seconds(self, axes: TensorAxes, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups)
 
     proven_seconds = bound_seconds
@@ -159,7 +162,10 @@ class Splittable:
     levels: int = 1
     able: tuple[int, ...] = (2, 4, 8)
 
-    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, axes: TensorAxes, replicas: Replicas, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
+        tp = num_ranks(axes)
         if memory_level >= (self.levels if tp > 1 else 1):
             return None
         whole = self.cost_at(size)
@@ -189,13 +195,14 @@ class Splittable:
             blocks=lambda: (BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
         )
 
-    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, axes: TensorAxes, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("no weight belongs to a block")
 
-    def floor_seconds(self, tp: int, size: int) -> float:
-        return sum(g.seconds for g in self.cost_at(size).groups) / tp
+    def floor_seconds(self, axes: TensorAxes, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / num_ranks(axes)
 
-    def bound_seconds(self, tp: int, size: int) -> float:
+    def bound_seconds(self, axes: TensorAxes, size: int) -> float:
+        tp = num_ranks(axes)
         return sum(g.seconds for g in self.cost_at(size).groups) / (tp if tp == 1 or tp in self.able else 1)
 
     proven_seconds = bound_seconds

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -61,10 +62,12 @@ def plan_by_hand(
     reduce_dtype: ReduceDtype = "float32",
     dp_shard: int = 0,
     kept: Sequence[str] = (),
+    tp_axes: tuple[int, ...] = (),
 ) -> Plan:
     """Plan whose stages start at the model's first operation and at each operation of ``firsts``.
 
     Args:
+        tp_axes: sizes of several tensor axes, in place of ``tp``.
         kept: blocks that are gathered once a step under ZeRO-3.
     """
     call = as_call(model, x)
@@ -73,7 +76,7 @@ def plan_by_hand(
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
     assert (len(starts) - 1) % chunks == 0, f"{len(starts) - 1} stages in {chunks} chunks"
-    mesh = Mesh((len(starts) - 1) // chunks, tp, dp)
+    mesh = Mesh((len(starts) - 1) // chunks, prod(tp_axes) if tp_axes else tp, dp, tp_axes)
     stages = tuple(
         Stage(names[low], names[high - 1], mesh.ranks(i), 0, 1.0, 2.0, 0, 0)
         for i, (low, high) in enumerate(pairwise(starts))

@@ -9,6 +9,7 @@ from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.cost_graph import CostGraph, Group
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
+from autopar.ir.tensor_axes import mesh_axes
 
 
 def price(
@@ -21,4 +22,4 @@ def price(
     factors: Factors = NO_FACTORS,
 ) -> CostGraph:
     """The cost graph of a graph whose `Pricing` a test does not need otherwise."""
-    return cost_graph.price(Pricing(graph, stats, hardware, batch, sharing.tp), sharing, groups, factors)
+    return cost_graph.price(Pricing(graph, stats, hardware, batch, mesh_axes((sharing.tp,))), sharing, groups, factors)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.ir.mesh import MESH_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ops.collectives import on
 from autopar.runtime.comm.axis_communicators import GroupCommunicator, register_axes
 from autopar.runtime.comm.process_group import ProcessGroupTransport
@@ -61,7 +61,7 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
 
 def connected(mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> ProcessGroupTransport:
     """A transport with process groups for the axes of a mesh; all ranks call."""
-    rank_sets = sorted({mesh.group(rank, axis) for rank in range(mesh.devices) for axis in MESH_AXES})
+    rank_sets = sorted({mesh.group(rank, axis) for rank in range(mesh.devices) for axis in mesh.axes})
     return ProcessGroupTransport(dist.get_rank(), torch.device("cpu"), (), rank_sets, timeout_seconds)
 
 

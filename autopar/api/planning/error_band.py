@@ -91,7 +91,7 @@ def part_errors(
     """
     problem = decision.problem
     config = MeasuredConfig.of(decision)
-    own, factors = costs.timed(dict(config.labels), config.tp), costs.factors_near(config)
+    own, factors = costs.timed(config), costs.factors_near(config)
     before = op_seconds(own, costs.hardware, config, factors)
     step = step_time(setting, problem, decision.stage_of).seconds
     found: dict[str, float] = {}
@@ -110,7 +110,7 @@ def part_errors(
             )
             for g, n in zip(problem.cost.groups, longer, strict=True)
         )
-        sharing = costs.sharing(problem.tp, problem.replicas)
+        sharing = costs.sharing(problem.tensor_axes, problem.replicas)
         sharing = replace(sharing, storage=decision.priced.storage, kept=decision.priced.kept)
         cost = with_weight_sharing(replace(problem.cost, groups=groups), own.graph, sharing, hardware)
         changed = replace(setting, hardware=hardware)
@@ -128,7 +128,7 @@ def kinds_of_ops(own: Sharded) -> list[str]:
 
 def op_seconds(own: Sharded, hardware: Hardware, config: MeasuredConfig, factors: Factors) -> dict[str, float]:
     """Seconds of each operation for one microbatch, forward and backward."""
-    pricing = Pricing(own.graph, own.facts, hardware, config.size, config.tp)
+    pricing = Pricing(own.graph, own.facts, hardware, config.size, config.axes)
     scaled = {name: cost.scaled_by(factors.get(name, UNMEASURED)) for name, cost in op_costs(pricing).items()}
     costs = with_exposed_collectives(pricing, scaled)
     return {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}

@@ -73,13 +73,13 @@ def configs_to_measure(candidates: Sequence[Candidate], decision: Decision) -> I
         mesh = candidate.point.mesh
         limit = CLOSE_SIZE if mesh in meshes else CLOSE_MESH
         if candidate.seconds <= limit * fitting[0].seconds:
-            yield MeasuredConfig(mesh.tp, candidate.decision.size, sorted_labels(candidate.priced.strategies))
+            yield MeasuredConfig(mesh.tensor_axes, candidate.decision.size, sorted_labels(candidate.priced.strategies))
         meshes.add(mesh)
 
 
 def time_operations(costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer, retrace: Retrace) -> MeasuredRegions:
     """Groups of operations that were timed together, with their seconds."""
-    graph = costs.timed(dict(config.labels), config.tp).graph
+    graph = costs.timed(config).graph
     sharded = f", split over {config.tp} ranks" if config.tp > 1 else ""
     what = f"{costs.graph.model} with {plural(config.size, 'sample')}{sharded}"
     samples = costs.graph.batch
@@ -91,9 +91,9 @@ def time_operations(costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer
         assert have_same_ops(regions, sized), "the graph has other regions at another batch size"
         return sized
 
-    keys = [cache_key(region, config.tp, samples, config.size) for region in regions]
+    keys = [cache_key(region, config.axes, samples, config.size) for region in regions]
     wanted = {
-        key: WantedRegion(key, config.tp, config.size, lambda number=number: at_size()[number])
+        key: WantedRegion(key, config.axes, config.size, lambda number=number: at_size()[number])
         for number, key in enumerate(keys)
     }
     return measured_ops(regions, keys, timer.times(list(wanted.values()), what))
@@ -102,8 +102,9 @@ def time_operations(costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer
 def graph_at_size(costs: PlanCosts, config: MeasuredConfig, retrace: Retrace) -> Graph:
     """The graph of a configuration, traced with its samples."""
     again = retrace(config.size)
-    labels = dict(config.labels)
-    return again if config.tp == 1 else apply_strategies(again, labels, config.tp, costs.hardware).graph
+    if not config.axes:
+        return again
+    return apply_strategies(again, dict(config.labels), config.axes, costs.hardware).graph
 
 
 def plan_where_undecided(
@@ -182,6 +183,6 @@ def regions_at_size(costs: PlanCosts, prices: RegionPrices, retrace: Retrace) ->
 
     def at_size(region: ConfigRegion) -> WantedRegion:
         config, number = region.config, region.number
-        return WantedRegion(region.key, config.tp, config.size, lambda: next(iter(traced(config)[number:]), None))
+        return WantedRegion(region.key, config.axes, config.size, lambda: next(iter(traced(config)[number:]), None))
 
     return at_size

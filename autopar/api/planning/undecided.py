@@ -18,6 +18,7 @@ from autopar.cost.hardware.worse import worse
 from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import MeasuredRegions
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor_axes import TensorAxes
 from autopar.measure.regions.cache import RegionTimes
 from autopar.measure.regions.region_times import cache_key
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
@@ -118,7 +119,7 @@ class RegionPrices:
 
     def __init__(self, setting: Setting, costs: PlanCosts, narrowing: Mapping[str, float]) -> None:
         self.setting, self.costs, self.narrowing = setting, costs, narrowing
-        self.cut: dict[tuple[int, tuple[tuple[str, str], ...]], Sequence[TimedRegion]] = {}
+        self.cut: dict[tuple[TensorAxes, tuple[tuple[str, str], ...]], Sequence[TimedRegion]] = {}
 
     def undecided(self, decision: Decision, candidates: Iterable[Candidate]) -> Undecided:
         """The choice between a decision and the candidates, by the present prices."""
@@ -139,7 +140,7 @@ class RegionPrices:
     def regions(self, config: MeasuredConfig) -> Mapping[str, ConfigRegion]:
         """Regions of a configuration by key."""
         costs = self.costs
-        own, factors = costs.timed(dict(config.labels), config.tp), costs.factors_near(config)
+        own, factors = costs.timed(config), costs.factors_near(config)
         timed = costs.factors.get(config, {})
         before = op_seconds(own, costs.hardware, config, factors)
         worsened = {
@@ -173,13 +174,13 @@ class RegionPrices:
     def keys(self, config: MeasuredConfig) -> Sequence[str]:
         """Names in the cache of a configuration's regions, in order."""
         traced = self.costs.graph.batch
-        return [cache_key(region, config.tp, traced, config.size) for region in self.timed_regions(config)]
+        return [cache_key(region, config.axes, traced, config.size) for region in self.timed_regions(config)]
 
     def timed_regions(self, config: MeasuredConfig) -> Sequence[TimedRegion]:
         """Regions of a configuration, in order, with the samples of the traced graph."""
-        key = config.tp, config.labels
+        key = config.axes, config.labels
         if key not in self.cut:
-            self.cut[key] = tuple(timed_regions(self.costs.timed(dict(config.labels), config.tp).graph))
+            self.cut[key] = tuple(timed_regions(self.costs.timed(config).graph))
         return self.cut[key]
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, prod
 
 from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.grad_buckets import group_weights, num_collectives
 from autopar.ir.graph import DTYPE_BYTES, Graph, Weight
 from autopar.ir.hardware import Hardware
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout
 from autopar.ir.network import CollectiveKind
 from autopar.ir.plan_parts import ONE_REPLICA, ReduceDtype, Replicas
+from autopar.ir.tensor_axes import TensorAxes, TensorAxis
 from autopar.ops.regions import parameter_blocks
 
 
@@ -28,6 +29,7 @@ class Sharing:
         kept: blocks whose gathered parameters stay allocated.
         reduce_dtype: dtype in which gradients travel between replicas.
         storage: layout on the ``tp`` ranks of each weight that is not replicated, by name.
+        axes: tensor axes of the ``tp`` ranks; by default one.
     """
 
     tp: int = 1
@@ -36,6 +38,16 @@ class Sharing:
     reduce_dtype: ReduceDtype = "float32"
     blocks: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    axes: TensorAxes = ()
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return self.axes or (TensorAxis(TP, self.tp),)
+
+    @property
+    def axis_sizes(self) -> AxisSizes:
+        """Sizes of the tensor axes by name."""
+        return {axis.name: axis.ranks for axis in self.tensor_axes}
 
     def gathers(self, weight: Weight) -> bool:
         """Whether replicas gather a trained weight before each use."""
@@ -112,7 +124,7 @@ def weight_cost(
         bucket: the weight's gradient bucket.
     """
     layout = sharing.storage.get(weight.name, REPLICATED)
-    parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
+    parts = prod(sharing.axis_sizes[split.axis] for split in layout.splits)
     trained, stored = is_trained(weight), weight.stored_bytes
     is_reduced = trained and sharing.replicas.dp > 1
     exchange = replica_exchange(weight, sharing, hardware, bucket) if is_reduced else ReplicaExchange()
@@ -131,7 +143,7 @@ def weight_cost(
         gradient_bytes=stored if trained else 0,
         wgrad_bytes=(weight.copy_bytes or stored) if trained and not fused_wgrad else 0,
         copy_bytes=weight.copy_bytes,
-        flattened_grad_bytes=stored if trained and TP in layout.partial_gradient else 0,
+        flattened_grad_bytes=stored if trained and layout.partial_gradient else 0,
         block=sharing.blocks[weight.name] if trained and sharing.replicas.zero == 3 else "",
         is_gathered=trained and sharing.gathers(weight),
     )
@@ -141,7 +153,7 @@ def sharded_weight_cost(
     weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware
 ) -> ResidentTensor:
     """As `weight_cost`, but for an unsharded weight, of which the rank keeps the shard in ``sharing.storage``."""
-    shape = sharing.storage.get(weight.name, REPLICATED).local_shape(weight.shape, {TP: sharing.tp})
+    shape = sharing.storage.get(weight.name, REPLICATED).local_shape(weight.shape, sharing.axis_sizes)
     return weight_cost(replace(weight, shape=shape), groups, sharing, hardware)
 
 
@@ -186,9 +198,8 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
         seconds += hardware.traffic_seconds(stored + sent) * (1 + 1 / replicas.sharing)
     elif replicas.zero >= 2:
         seconds += hardware.traffic_seconds(2 * stored) / replicas.sharing
-    if TP in layout.partial_gradient:
-        seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
-    return seconds
+    summed = [axis for axis in sharing.tensor_axes if axis.name in layout.partial_gradient]
+    return seconds + sum(bucket_share_seconds("all-reduce", stored, hardware, axis) for axis in summed)
 
 
 @dataclass(frozen=True)
@@ -241,6 +252,6 @@ def reduce_bytes(weight: Weight, sharing: Sharing) -> int:
     return min(weight.stored_bytes, DTYPE_BYTES[sharing.reduce_dtype] * weight.numel)
 
 
-def bucket_share_seconds(kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int) -> float:
+def bucket_share_seconds(kind: CollectiveKind, num_bytes: float, hardware: Hardware, axis: TensorAxis) -> float:
     """A tensor's share of the seconds of full buckets: the latency counts in proportion to its bytes."""
-    return hardware.collective_seconds(kind, BUCKET_BYTES, ranks) * num_bytes / BUCKET_BYTES
+    return hardware.collective_seconds(kind, BUCKET_BYTES, axis.ranks, axis.stride) * num_bytes / BUCKET_BYTES

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from autopar.ir.graph import Op
 from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
+from autopar.ir.tensor_axes import TensorAxis
 from autopar.sharding.reshard import ReshardStep
 
 
@@ -22,7 +23,7 @@ def sum_costs(parts: Iterable[ReshardingCost]) -> ReshardingCost:
 
 
 def reshard_step_cost(
-    step: ReshardStep, num_bytes: float, trained: bool, hardware: Hardware, ranks: int
+    step: ReshardStep, num_bytes: float, trained: bool, hardware: Hardware, axis: TensorAxis
 ) -> ReshardingCost:
     """Seconds of one resharding step per microbatch: a collective, or the copy that a local step makes.
 
@@ -32,13 +33,14 @@ def reshard_step_cost(
         num_bytes: size of the unsharded tensor, byte.
         trained: whether the tensor has a gradient, which takes the step backwards.
     """
-    forward = hardware.collective_seconds(step.forward, num_bytes, ranks) if step.forward else 0.0
+    ranks, stride = axis.ranks, axis.stride
+    forward = hardware.collective_seconds(step.forward, num_bytes, ranks, stride) if step.forward else 0.0
     if step.name in ("shard", "first_rank"):
         written = num_bytes / ranks if step.name == "shard" else num_bytes
         forward = hardware.op_seconds("memory", 0.0, 2 * written, "")
     backward = 0.0
     if trained and step.backward:
-        backward = hardware.collective_seconds(step.backward, num_bytes, ranks)
+        backward = hardware.collective_seconds(step.backward, num_bytes, ranks, stride)
     elif trained and step.name == "share_gradient":
         backward = hardware.op_seconds("memory", 0.0, 2 * num_bytes, "")
     return ReshardingCost(forward, backward)

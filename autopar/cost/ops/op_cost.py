@@ -23,10 +23,10 @@ from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, has_fused_
 from autopar.cost.ops.unfused_attention import unfused_attention_seconds
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.hardware import Hardware, OpKind
-from autopar.ir.layout import TP
+from autopar.ir.tensor_axes import ONE_RANK, TensorAxes, TensorAxis
 from autopar.ops.registry import named_arguments, operand_of
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
-from autopar.sharding.reshard import reshard_step
+from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # A complex multiplication is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
@@ -88,14 +88,30 @@ class Pricing:
         graph: a traced model's graph, or the local graph that each rank runs after sharding.
         stats: statistics of ``graph`` at its traced batch size.
         batch: samples per microbatch, of all ranks of a tensor-parallel group together.
-        ranks: size of the tensor-parallel group.
+        axes: tensor axes of the graph's collectives. `autopar.cost.strategies` splits over the last of them, of which
+            the graph has no collectives yet.
     """
 
     graph: Graph
     stats: GraphStats
     hardware: Hardware
     batch: int
-    ranks: int = 1
+    axes: TensorAxes = ()
+
+    @property
+    def axis(self) -> TensorAxis:
+        """The innermost axis."""
+        return self.axes[-1] if self.axes else ONE_RANK
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the innermost axis."""
+        return self.axis.ranks
+
+    def axis_of(self, step: ReshardStep) -> TensorAxis:
+        """The axis on which a collective runs; a step that runs none has no axis, but a number of ranks."""
+        named = (axis for axis in self.axes if axis.name in step.args)
+        return next(named, self.axis)
 
     def at(self, batch: int) -> Pricing:
         """This pricing at another batch size; it shares the properties that are kept, which depend on no batch size."""
@@ -211,7 +227,9 @@ def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
 
 def op_cost(op: Op, pricing: Pricing) -> OpCost:
     """Cost of one operation. A view's forward takes 0 s; its backward may copy (a slice's fills a whole tensor)."""
-    return collective_cost(op, pricing) if is_collective(op) else local_op_cost(op, pricing, pricing.num_bytes)
+    if is_collective(op):
+        return collective_cost(op, pricing, pricing.num_bytes)
+    return local_op_cost(op, pricing, pricing.num_bytes)
 
 
 def kernel_seconds(
@@ -339,19 +357,24 @@ def measured_factors(pricing: Pricing, measured: MeasuredRegions) -> Factors:
     return factors
 
 
-def collective_cost(op: Op, pricing: Pricing) -> OpCost:
-    """Cost of an operation that sharding inserted; its backward is 0 s if its output has no gradient."""
-    input_bytes, output_bytes = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
+def collective_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float]) -> OpCost:
+    """Cost of an operation that sharding inserted; its backward is 0 s if its output has no gradient.
+
+    Args:
+        num_bytes: bytes of its operand and its result on this rank, by name.
+    """
+    input_bytes, output_bytes = num_bytes(op.reads[0]), num_bytes(op.outputs[0].name)
     step, trained = reshard_step(op), pricing.stats.ops[op.name].outputs[0].requires_grad
     assert step is not None, f"{op.name}: {op.target} has no price"
-    full_bytes = full_tensor_bytes(step, input_bytes, output_bytes, pricing.ranks)
-    time = reshard_step_cost(step, full_bytes, trained, pricing.hardware, pricing.ranks)
-    buffer_bytes = max(symmetric_buffer_bytes(op, TP, pricing.ranks), default=0)
+    axis = pricing.axis_of(step)
+    full_bytes = full_tensor_bytes(step, input_bytes, output_bytes, axis.ranks)
+    time = reshard_step_cost(step, full_bytes, trained, pricing.hardware, axis)
+    buffer_bytes = max(symmetric_buffer_bytes(op, axis.name, axis.ranks), default=0)
     return OpCost(
         time.forward_seconds,
         time.backward_seconds,
         0.0,
-        input_bytes + output_bytes,
+        round(input_bytes + output_bytes),
         round(pricing.scaled(buffer_bytes, op.name)),
     )
 

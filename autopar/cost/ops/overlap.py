@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from autopar.cost.ops.op_cost import OpCost, Pricing
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.graph import Op, refs
+from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
 from autopar.sharding.fuse_linear import find_fusable
+from autopar.sharding.reshard import reshard_step
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
     for pair in find_fusable(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
         moved = costs[pair.collective.name]
         layer = gemm_seconds(pair.layer, costs[pair.layer.name], pricing.stats)
-        seconds = exposed_seconds(
-            pair.operator, layer, ReshardingCost(moved.forward_seconds, moved.backward_seconds), pricing
-        )
+        step = reshard_step(pair.collective)
+        assert step is not None, f"{pair.collective.name} sends nothing"
+        time = ReshardingCost(moved.forward_seconds, moved.backward_seconds)
+        seconds = exposed_seconds(pair.operator, layer, time, pricing.axis_of(step).ranks, pricing.hardware)
         exposed[pair.collective.name] = replace(
             moved, forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds
         )
@@ -58,17 +61,20 @@ def gemm_seconds(layer: Op, cost: OpCost, stats: GraphStats) -> ReshardingCost:
     )
 
 
-def exposed_seconds(operator: str, layer: ReshardingCost, moved: ReshardingCost, pricing: Pricing) -> ReshardingCost:
+def exposed_seconds(
+    operator: str, layer: ReshardingCost, moved: ReshardingCost, ranks: int, hardware: Hardware
+) -> ReshardingCost:
     """Exposed seconds of a collective: what a linear layer's GEMMs do not hide.
 
     Args:
         operator: name in `autopar.ops.async_tp` of the layer fused with the collective.
         layer: the layer's GEMM seconds, from `gemm_seconds`.
         moved: the collective's seconds without overlap.
+        ranks: of its axis.
     Error: fitted as one `Hardware.overlap_efficiency` per machine (``[overlap] layers`` of a cost model).
     """
 
-    window, efficiency = OVERLAP_WINDOWS[operator](pricing.ranks), pricing.hardware.overlap_efficiency
+    window, efficiency = OVERLAP_WINDOWS[operator](ranks), hardware.overlap_efficiency
     return ReshardingCost(
         moved.forward_seconds - efficiency * min(moved.forward_seconds, window.forward * layer.forward_seconds),
         moved.backward_seconds - efficiency * min(moved.backward_seconds, window.backward * layer.backward_seconds),

@@ -62,17 +62,19 @@ class SplitCollector:
 def candidate_splits(book: RuleCache, batch_divides: bool) -> CandidateSplits:
     """Candidate splits of all values, from one pass backwards and one forwards over the graph.
 
-    Operations with FLOPs contribute splits that they can use or make; the rules of other operations propagate them. So
-    the rows of a fused query-key-value weight get the split "heads within three parts".
+    Operations with FLOPs, and collectives of outer axes, contribute splits that they can use or make; the rules of
+    other operations propagate them. So the rows of a fused query-key-value weight get the split "heads within three
+    parts".
 
     Args:
         batch_divides: whether samples can be split, in operations that multiply no weights.
     """
-    samples = sample_dims(book.graph, book.rule)
+    samples = sample_dims(book.graph, book.rule, book.axis.name)
     consumable, producible = SplitCollector(book.graph, samples, {}), SplitCollector(book.graph, samples, {})
 
     def usable(op: Op, carried: Iterable[Strategy | None]) -> Iterator[Strategy]:
-        own = book.contiguous_strategies(op) if book.stats.ops[op.name].forward_flops else ()
+        contributes = op.home or book.stats.ops[op.name].forward_flops
+        own = book.contiguous_strategies(op) if contributes else ()
         for found in (*own, *carried):
             if found is not None and may_read(found.operands, op, book, samples, batch_divides):
                 yield found
@@ -99,11 +101,21 @@ def may_read(
     for name, layout in zip(op.reads, operands):
         if layout.ragged and (sample := samples.get(name)) is not None:
             (split,) = layout.splits
-            if split_layout(split.dim, split.outer) == sample:
+            if split_layout(split.dim, split.outer, split.axis) == sample:
                 return False
     if batch_divides and not book.multiplies_weights(op):
         return True
-    return not any(layout.splits and layout == samples.get(name) for name, layout in zip(op.reads, operands))
+    return not any(splits_samples(layout, samples.get(name), book) for name, layout in zip(op.reads, operands))
+
+
+def splits_samples(layout: Layout, samples: Layout | None, book: RuleCache) -> bool:
+    """Whether a layout splits samples, in the order of the value's or, as outer axes leave it, another one."""
+    if samples is None or not layout.splits:
+        return False
+    (split,), (sample,) = layout.splits, samples.splits
+    if split.dim != sample.dim or split.outer % sample.outer:
+        return False
+    return book.graph.batch % (split.outer // sample.outer * book.ranks) == 0 or split == sample
 
 
 def depends_on_batch(layout: Layout, samples: Layout | None, batch: int) -> bool:

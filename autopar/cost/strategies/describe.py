@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.cost.groups.grouping import original_reads
 from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
@@ -14,6 +14,7 @@ from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.layout import Layout, pattern_of
 from autopar.ir.plan_parts import BlockSharding, Collective
+from autopar.ir.tensor_axes import TensorAxis
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.reshard import reshard_step
 from autopar.sharding.rule import Rule, has_letter
@@ -35,7 +36,7 @@ def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, .
     Args:
         stats: statistics of this graph, from `graph_stats`.
     """
-    book = RuleCache(graph, stats, ranks)
+    book = RuleCache(graph, stats, TensorAxis(ranks=ranks))
     samples = sample_dims(graph, book.rule)
     found: dict[str, None] = {}
     for op in graph.ops:
@@ -78,32 +79,43 @@ def dim_word(op: Op, dim: int, rank: int, book: RuleCache) -> str:
 # -- what is split --------------------------------------------------------------------------------------------------
 
 
-def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout]) -> tuple[BlockSharding, ...]:
+@dataclass(frozen=True)
+class AxisSharding:
+    """A graph sharded over one tensor axis.
+
+    Args:
+        pricing: of the graph before; its last axis is this one.
+        local: the graph of a rank of the axis.
+        storage: layouts of its weights, at least on this axis.
+    """
+
+    pricing: Pricing
+    local: Graph
+    storage: Mapping[str, Layout]
+
+
+def block_shardings(axes: Sequence[AxisSharding]) -> tuple[BlockSharding, ...]:
     """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
 
     The block of an operation is its module path up to the last number that has modules inside, such as ``blocks.3``.
     A module outside such blocks is a block by itself. Replicated operations are left out.
 
     Args:
-        pricing: of the unsharded graph.
-        local: the local graph that `shard_graph` made of it.
-        storage: layouts of its weights.
+        axes: sharding over each axis, the outermost first. The first one is of the unsharded graph.
     """
-    graph, local_pricing = pricing.graph, replace(pricing, graph=local)
-    book = RuleCache(graph, pricing.stats, pricing.ranks)
-    local_ops = {op.name: op for op in local.ops}
-    reshardings = [(op.home, reshard_step(op)) for op in local.ops if op.home]
-    reduced = {
-        home: REDUCTIONS[step.name] for home, step in reshardings if step is not None and step.name in REDUCTIONS
-    }
-    samples = sample_dims(graph, book.rule)
+    graph, local = axes[0].pricing.graph, axes[-1].local
+    local_pricing = replace(axes[-1].pricing, graph=local)
+    words: dict[str, list[str]] = {}
+    for own in axes:
+        prefix = f"{own.pricing.axis.name} " if len(axes) > 1 else ""
+        for name, text in axis_words(own):
+            words.setdefault(name, []).append(prefix + text)
     rows: dict[str, dict[str, str]] = {}
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:
-        block = block_of[op.name]
-        text = describe_op(op, local_ops, storage, book, samples, reduced.get(op.name))
-        if text:
-            rows.setdefault(block, {}).setdefault(name_in_block(block, op, graph), text)
+        if op.name in words:
+            block = block_of[op.name]
+            rows.setdefault(block, {}).setdefault(name_in_block(block, op, graph), ", ".join(words[op.name]))
     collectives_of: dict[str, list[Collective]] = {}
     for op in local.ops:
         if is_collective(op):
@@ -118,6 +130,25 @@ def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout
         BlockSharding(merge_names(names, listed=merged[merge_names(names)] > 1), len(names), dict(own), sends)
         for (_, own, sends), names in alike.items()
     )
+
+
+def axis_words(own: AxisSharding) -> Iterator[tuple[str, str]]:
+    """(operation, words for its sharding over one axis) of the operations that have any."""
+    graph, axis = own.pricing.graph, own.pricing.axis
+    book = RuleCache(graph, own.pricing.stats, axis)
+    local_ops = {op.name: op for op in own.local.ops}
+    storage = {name: layout.on(axis.name) for name, layout in own.storage.items()}
+    reshardings = [(op.home, reshard_step(op)) for op in own.local.ops if op.home]
+    reduced = {
+        home: REDUCTIONS[step.name]
+        for home, step in reshardings
+        if step is not None and step.name in REDUCTIONS and axis.name in step.args
+    }
+    samples = sample_dims(graph, book.rule)
+    for op in graph.ops:
+        text = "" if op.home else describe_op(op, local_ops, storage, book, samples, reduced.get(op.name))
+        if text:
+            yield op.name, text
 
 
 def describe_op(
@@ -197,13 +228,14 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
     """The collectives of an inserted operation: forward, backward, or both."""
     step, made = reshard_step(op), op.outputs[0]
     assert step is not None, f"{op.name}: {op.target} sends nothing"
-    num_bytes = full_tensor_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
-    seconds = reshard_step_cost(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
-    where = pattern_of(op.home)
+    axis, where = pricing.axis_of(step), pattern_of(op.home)
+    num_bytes = full_tensor_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), axis.ranks)
+    seconds = reshard_step_cost(step, num_bytes, made.requires_grad, pricing.hardware, axis)
+    name = axis.name if len(pricing.axes) > 1 else ""
     if step.forward:
-        yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds)
+        yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds, name)
     if step.backward and made.requires_grad:
-        yield Collective(where, step.backward, "backward", round(num_bytes), seconds.backward_seconds)
+        yield Collective(where, step.backward, "backward", round(num_bytes), seconds.backward_seconds, name)
 
 
 def blocks_of(graph: Graph) -> Iterator[str]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autopar.cost.fusion.least_kernels import least_traffic
 from autopar.cost.groups.cost_graph import LOSS
-from autopar.cost.groups.grouping import OpGroup, group_ops
+from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost, with_blocks
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, local_op_cost, op_costs
@@ -26,15 +27,17 @@ from autopar.cost.strategies.propagate import (
     PropagationContext,
     anchor_strategies,
     keeps_state,
+    lead_layouts,
     propagate_anchor,
     reduction_targets,
 )
 from autopar.cost.strategies.rule_cache import RuleCache
-from autopar.ir.cost_graph import ResidentTensor
+from autopar.ir.cost_graph import Group, ResidentTensor
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, Layout
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
+from autopar.ir.tensor_axes import num_ranks
 from autopar.sharding.fuse_linear import before_layer, is_layer
 from autopar.sharding.reshard import reshard_steps
 
@@ -72,18 +75,23 @@ GroupedModels = dict[tuple[bool, tuple[tuple[str, ...], ...]], GroupedModel]
 
 
 def strategy_graph(
-    pricing: Pricing, factors: Factors = NO_FACTORS, known: GroupedModels | None = None
+    pricing: Pricing,
+    factors: Factors = NO_FACTORS,
+    known: GroupedModels | None = None,
+    groups: tuple[Group, ...] | None = None,
 ) -> StrategyGraph:
-    """Sharding strategies of every group of an unsharded training graph on the ranks of a tensor-parallel axis.
+    """Sharding strategies of every group of a training graph on the ranks of a tensor axis.
 
-    The groups are the same as `price` makes. A strategy splits the group's anchor, and the other operations follow it.
-    If the anchor's output is partial, a strategy also says to which layout it is reduced. Groups are of one kind if
-    their anchors stand at the same place of a repeated block, and their operations, shapes and neighbours are equal.
+    The graph is unsharded, or that of a rank of the axes outside. The groups are the same as `price` makes. A strategy
+    splits the group's anchor, and the other operations follow it. If the anchor's output is partial, a strategy also
+    says to which layout it is reduced. Groups are of one kind if their anchors stand at the same place of a repeated
+    block, and their operations, shapes and neighbours are equal.
 
     Args:
-        pricing: of the unsharded graph, on at least 2 ranks.
+        pricing: of the graph, whose last axis has at least 2 ranks.
         factors: as in `price`; equivalent groups get the factors of the first of them.
         known: what other batch sizes of this graph on as many ranks left, and what this one leaves.
+        groups: groups of the unsharded graph, for a graph of the axes outside; by default they are made here.
     Raises:
         HardwareError: the machine has no peak for a dtype that the model computes in.
     Error: compared with `price` of the local graph of a sharding; see `autopar.cost.strategies.group_cost`.
@@ -91,12 +99,16 @@ def strategy_graph(
     graph = pricing.graph
     costs = op_costs(pricing)
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
-    groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
-    batch_divides = pricing.batch % pricing.ranks == 0 and graph.batch % pricing.ranks == 0
+    if groups is None:
+        grouped_ops = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
+    else:
+        grouped_ops = group_sharded_ops(graph, [group for group in groups if group.ops])
+    ranks = num_ranks(pricing.axes)
+    batch_divides = pricing.batch % ranks == 0 and graph.batch % ranks == 0
     known = {} if known is None else known
-    place = batch_divides, tuple(tuple(op.name for op in members.ops) for members in groups)
+    place = batch_divides, tuple(tuple(op.name for op in members.ops) for members in grouped_ops)
     if place not in known:
-        known[place] = grouped_model(pricing, groups, batch_divides)
+        known[place] = grouped_model(pricing, grouped_ops, batch_divides)
     grouped = known[place]
     first = grouped.groups[0]
     least, context = first.least.at(pricing.batch), replace(first.context, factors=factors)
@@ -117,7 +129,7 @@ def strategy_graph(
             StrategyGroup(members.anchor.name, kind.number, boundary.reads, boundary.makes, boundary.weights, renamed)
         )
     strategies.append(loss_group(graph, len(numbers)))
-    resharding = resharding_costs(strategies, groups, first.owners, prices, context)
+    resharding = resharding_costs(strategies, grouped_ops, first.owners, prices, context)
     return StrategyGraph(tuple(strategies), resharding)
 
 
@@ -125,7 +137,7 @@ def grouped_model(pricing: Pricing, groups: Sequence[OpGroup], batch_divides: bo
     """The part of strategy graphs that other batch sizes reuse."""
     graph = pricing.graph
     # Where the ranks divide the samples, regions between products split these: as good as tokens, and never ragged.
-    book = RuleCache(graph, pricing.stats, pricing.ranks, ragged=not batch_divides)
+    book = RuleCache(graph, pricing.stats, pricing.axis, ragged=not batch_divides)
     context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides)
     owned = owners(groups, pricing)
     contexts = [
@@ -257,6 +269,7 @@ def resharding_costs(
     output_layouts: dict[str, set[Layout]] = {}
     known: dict[tuple, ReshardingCost] = {}
     costs: dict[tuple[str, Layout, Layout], ReshardingCost] = {}
+    ranks = {pricing.axis.name: pricing.ranks}
     for group in groups:
         for i, name in enumerate(group.reads):
             num_bytes, trained, layer = pricing.num_bytes(name), name in book.trained, layers.get(name)
@@ -265,7 +278,7 @@ def resharding_costs(
                     if made == read:
                         continue
                     copied = (name, read) in copies and bool(made.splits or read.splits)
-                    share = read.largest_share(book.graph.shapes[name], {TP: pricing.ranks}) if copied else 0
+                    share = read.largest_share(book.graph.shapes[name], ranks) if copied else 0
                     saved = round(num_bytes * share)
                     key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
@@ -305,11 +318,11 @@ def resharding_cost(
         trained: whether the tensor has a gradient.
         layer: GEMM seconds of the linear layer that alone reads it, if there is one; the last step overlaps with it.
     """
-    *first, last = reshard_steps(made, read, TP, pricing.ranks)
-    parts = [reshard_step_cost(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
+    *first, last = reshard_steps(made, read, pricing.axis.name, pricing.ranks)
+    parts = [reshard_step_cost(step, num_bytes, trained, pricing.hardware, pricing.axis) for step in (*first, last)]
     operator = before_layer(last, trained)
     if operator is not None and layer is not None:
-        parts[-1] = exposed_seconds(operator, layer, parts[-1], pricing)
+        parts[-1] = exposed_seconds(operator, layer, parts[-1], pricing.ranks, pricing.hardware)
     return sum_costs(parts)
 
 
@@ -338,8 +351,8 @@ def outlines(group: GroupContext) -> Iterator[Outline]:
     """Strategies of a group before they are priced, the replicated one first."""
     members, context = group.members, group.context
     for strategy in anchor_strategies(members, context):
-        for target in reduction_targets(members, strategy, context):
-            sharding = propagate_anchor(members, strategy, target, context)
+        for target, lead in product(reduction_targets(members, strategy, context), lead_layouts(members, context)):
+            sharding = propagate_anchor(members, strategy, target, context, lead)
             if keeps_state(members, sharding, context.book):
                 yield from GroupCosting(group, sharding).outlines()
 

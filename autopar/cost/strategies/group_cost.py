@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.collective_cost import is_collective, reshard_step_cost, sum_costs
 from autopar.cost.ops.kernel_shapes import TILE_ROWS, product_slowdown
-from autopar.cost.ops.op_cost import OpCost, Pricing, local_op_cost
+from autopar.cost.ops.op_cost import OpCost, Pricing, collective_cost, local_op_cost
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
-from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
+from autopar.ir.layout import REPLICATED, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
+from autopar.ir.tensor_axes import TensorAxis
 from autopar.sharding.fuse_linear import after_layer, is_layer
 from autopar.sharding.reshard import ReshardStep, reshard_steps
 
@@ -149,8 +151,12 @@ class GroupCosting:
     sharding: GroupSharding
 
     @property
+    def axis(self) -> TensorAxis:
+        return self.group.context.book.axis
+
+    @property
     def ranks(self) -> int:
-        return self.group.context.book.ranks
+        return self.axis.ranks
 
     def outlines(self) -> Iterator[Outline]:
         """The sharding as a strategy; as two, if it splits a weight that other groups read too.
@@ -234,8 +240,11 @@ class GroupCosting:
         split = bool(self.sharding.strategies[op.name].label)
         key = (least, pricing.op_numbers[op.name], split, *map(layouts.__getitem__, names))
         if key not in self.group.known:
-            self.group.known[key] = local_op_cost(
-                op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op)
+            num_bytes = partial(self.local_bytes, layouts)
+            self.group.known[key] = (
+                collective_cost(op, pricing, num_bytes)
+                if is_collective(op)
+                else local_op_cost(op, pricing, num_bytes, self.parts(op))
             )
         return self.group.known[key]
 
@@ -261,12 +270,12 @@ class GroupCosting:
     def divisor(self, name: str, layout: Layout) -> float:
         """Size of a whole value or weight over that of its largest part."""
         if layout.ragged:
-            return 1 / layout.largest_share(self.group.context.book.graph.shapes[name], {TP: self.ranks})
+            return 1 / layout.largest_share(self.group.context.book.graph.shapes[name], {self.axis.name: self.ranks})
         return self.ranks if layout.splits else 1
 
-    def local_bytes(self, name: str, layout: Layout) -> float:
-        """Size of the largest part of a value or weight, byte."""
-        return self.group.pricing.num_bytes(name) / self.divisor(name, layout)
+    def local_bytes(self, layouts: Mapping[str, Layout], name: str) -> float:
+        """Size of the largest part of a value or weight in its layout, byte."""
+        return self.group.pricing.num_bytes(name) / self.divisor(name, layouts[name])
 
     def saved_bytes(self) -> int:
         """Saved bytes that the group is charged for: each storage once, split and unsplit copies counted separately."""
@@ -289,7 +298,7 @@ class GroupCosting:
 
     def weight_cost(self, name: str, layout: Layout) -> ResidentTensor:
         """Cost of a weight on one rank in this layout."""
-        sharing = Sharing(self.ranks, storage={name: layout})
+        sharing = Sharing(self.ranks, storage={name: layout}, axes=(self.axis,))
         return sharded_weight_cost(
             self.group.pricing.graph.weight[name], (self.group.number,), sharing, self.group.pricing.hardware
         )
@@ -312,12 +321,12 @@ class GroupCosting:
         """Cost of each resharding step from one layout into several; steps that these have in common count once."""
         steps_by_layout: dict[Layout, ReshardStep] = {}
         for layout in wanted:
-            path = reshard_steps(made, layout, TP, self.ranks)
+            path = reshard_steps(made, layout, self.axis.name, self.ranks)
             for step in path:
                 steps_by_layout.setdefault(layout if step is path[-1] else REPLICATED, step)
         trained, num_bytes = name in self.group.context.book.trained, self.group.pricing.num_bytes(name)
         for step in steps_by_layout.values():
-            seconds = reshard_step_cost(step, num_bytes, trained, self.group.pricing.hardware, self.ranks)
+            seconds = reshard_step_cost(step, num_bytes, trained, self.group.pricing.hardware, self.axis)
             yield self.exposed_after_layer(name, step, seconds) if len(steps_by_layout) == 1 else seconds
 
     def exposed_after_layer(self, name: str, step: ReshardStep, seconds: ReshardingCost) -> ReshardingCost:
@@ -327,5 +336,6 @@ class GroupCosting:
         if operator is None or op is None or not is_layer(op):
             return seconds
         return exposed_seconds(
-            operator, gemm_seconds(op, self.op_cost(op), self.group.pricing.stats), seconds, self.group.pricing
-        )
+            operator, gemm_seconds(op, self.op_cost(op), self.group.pricing.stats), seconds, self.ranks,
+            self.group.pricing.hardware,
+        )  # fmt: skip

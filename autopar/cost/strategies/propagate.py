@@ -11,7 +11,7 @@ from autopar.cost.ops.op_cost import Factors
 from autopar.cost.strategies.candidate_splits import CandidateSplits, depends_on_batch, may_read
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Op
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, Layout
 from autopar.sharding.propagate import replicated, storage_layout, without_gradient_sum
 from autopar.sharding.rule import Strategy, factor_of
 
@@ -99,7 +99,9 @@ class GroupSharding:
         return REPLICATED if book.graph.weight[name].kind == "constant" else storage_layout(set(self.layouts(name)))
 
 
-def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context: PropagationContext) -> GroupSharding:
+def propagate_anchor(
+    members: OpGroup, chosen: Strategy, target: Layout, context: PropagationContext, lead: Layout = REPLICATED
+) -> GroupSharding:
     """The sharding of a group whose anchor has a strategy.
 
     An operation that depends only on weights and constants follows its reader's layout if its rule allows. Any other
@@ -109,8 +111,12 @@ def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context
     Args:
         chosen: strategy of the anchor.
         target: layout to which a partial output of the anchor is reduced.
+        lead: split layout in which collectives of outer axes that bring the group's inputs read them, where they can.
+            Otherwise they follow their reader.
     """
-    free = input_free_ops(members, context.book)
+    leading = leading_collectives(members, context.book)
+    led = {op.name: found for op in leading if lead.splits and (found := reading_as(op, lead, context)) is not None}
+    free = (input_free_ops(members, context.book) | {op.name for op in leading}) - led.keys()
     strategies: dict[str, Strategy] = {}
     made: dict[str, Layout] = {}
 
@@ -121,6 +127,8 @@ def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context
     for op in members.ops:
         if op is members.anchor:
             run(op, chosen)
+        elif op.name in led:
+            run(op, led[op.name])
         elif op.name not in free:
             sums = {v.name for v in members.anchor.outputs}
             layouts = {n: reduced_layout(made[n], target if n in sums else REPLICATED) for n in op.reads if n in made}
@@ -132,6 +140,28 @@ def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context
         ReadLayout(n, at) for op in members.ops for n, at in zip(op.reads, strategies[op.name].operands, strict=True)
     )
     return GroupSharding(target, strategies, made, tuple(dict.fromkeys(reads)))
+
+
+def leading_collectives(members: OpGroup, book: RuleCache) -> tuple[Op, ...]:
+    """Collectives of outer axes that read values of other groups."""
+    made = {value.name for op in members.ops for value in op.outputs}
+    return tuple(op for op in members.ops if op.home and op.reads[0] in book.graph.producer and op.reads[0] not in made)
+
+
+def reading_as(op: Op, layout: Layout, context: PropagationContext) -> Strategy | None:
+    """The strategy in which a collective reads its operand in a layout; None if there is none."""
+    found = context.book.reading(op, 0, layout)
+    return found if found is not None and context.allows(op, found) else None
+
+
+def lead_layouts(members: OpGroup, context: PropagationContext) -> tuple[Layout, ...]:
+    """Layouts in which `leading_collectives` can read values of other groups; replicated, where they follow, first."""
+    found: dict[Layout, None] = {REPLICATED: None}
+    for op in leading_collectives(members, context.book):
+        name = op.reads[0]
+        splits = (*context.splits.producible.get(name, ()), *consumable_splits(name, context))
+        found |= dict.fromkeys(split for split in splits if reading_as(op, split, context) is not None)
+    return tuple(found)
 
 
 def reduced_layout(layout: Layout, target: Layout) -> Layout:
@@ -237,10 +267,9 @@ def consumable_splits(name: str, context: PropagationContext) -> tuple[Layout, .
 def reduction_targets(members: OpGroup, chosen: Strategy, context: PropagationContext) -> tuple[Layout, ...]:
     """Layouts to which a partial output of the anchor can be reduced; replicated alone if no output is partial."""
     op, found = members.anchor, {REPLICATED: None}
+    ranks = {context.book.axis.name: context.book.ranks}
     for value, layout in zip(op.outputs, chosen.outputs):
         if layout.partial:
-            fitting = (
-                x for x in consumable_splits(value.name, context) if x.fits(value.shape, {TP: context.book.ranks})
-            )
+            fitting = (x for x in consumable_splits(value.name, context) if x.fits(value.shape, ranks))
             found |= dict.fromkeys(fitting)
     return tuple(found)

@@ -10,14 +10,15 @@ from autopar.cost.groups.grouping import batch_dependent_names
 from autopar.cost.ops.op_stats import ATTENTION, GraphStats
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout
-from autopar.sharding.lookup import rule_of
+from autopar.ir.tensor_axes import TensorAxis
+from autopar.sharding.lookup import local_rule
 from autopar.sharding.propagate import updated_in_place
 from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strategies
 
 
 @dataclass(frozen=True)
 class RuleCache:
-    """Rules and strategies of a graph's operations on ``ranks`` ranks.
+    """Rules and strategies of a graph's operations on one axis.
 
     Operations that share an `OpStats` object differ in names alone, so that they have the same rules and strategies.
 
@@ -27,11 +28,16 @@ class RuleCache:
 
     graph: Graph
     stats: GraphStats
-    ranks: int
+    axis: TensorAxis
     ragged: bool = False
     rules: dict[int, Rule | None] = field(default_factory=dict, repr=False)
     by_layout: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
     contiguous: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the axis."""
+        return self.axis.ranks
 
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
@@ -68,7 +74,7 @@ class RuleCache:
             return None
         key = self.key(op)
         if key not in self.rules:
-            self.rules[key] = rule_of(op, self.graph.shapes.__getitem__)
+            self.rules[key] = local_rule(op, self.graph)
         return self.rules[key]
 
     def contiguous_strategies(self, op: Op) -> tuple[Strategy, ...]:
@@ -79,7 +85,7 @@ class RuleCache:
         if key not in self.contiguous:
             heads = rule.outputs[0][1:-2] if op.target == ATTENTION else ()
             ragged = rule.free if self.ragged else [letter for dim in heads for letter in dim]
-            self.contiguous[key] = strategies(rule, self.ranks, {}, ragged)[1:]
+            self.contiguous[key] = strategies(rule, self.ranks, {}, ragged, self.axis.name)[1:]
         return self.contiguous[key]
 
     def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:

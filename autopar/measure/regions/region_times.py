@@ -18,6 +18,7 @@ from autopar.errors import MeasuringWarning, UsageError, WorkerError, caller_lev
 from autopar.ir.hardware import Hardware
 from autopar.ir.plan_parts import CostSource
 from autopar.ir.program import Program
+from autopar.ir.tensor_axes import TensorAxes
 from autopar.ir.units import percent, plural
 from autopar.measure.device import RegionSetting, region_setting
 from autopar.measure.machine.points import MAX_STEADY_SPREAD
@@ -34,7 +35,7 @@ BUDGET_VARIABLE = "AUTOPAR_MEASURE_SECONDS"
 BUDGET_SECONDS = 30.0  # of cost="auto"
 
 ProgressCallback = Callable[[int, int, str], None]  # (regions done, regions in all, description)
-SizedProgram = tuple[Program, int]  # a region traced with the samples that are timed, and its tensor-parallel ranks
+SizedProgram = tuple[Program, TensorAxes]  # a region traced with the samples that are timed, and its tensor axes
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class WantedRegion:
 
     Args:
         key: `cache_key` of the region as it was traced.
-        ranks: of its tensor-parallel axis.
+        axes: its tensor axes.
         size: samples.
         at_size: the region traced with so many samples; None if it cannot be.
     """
 
     key: str
-    ranks: int
+    axes: TensorAxes
     size: int
     at_size: Callable[[], TimedRegion | None]
 
@@ -105,11 +106,11 @@ class RegionTimer:
                     if sized is None:
                         found[region.key] = None
                         continue
-                    key = sized_keys[region.key] = cache_key(sized, region.ranks, region.size, region.size)
+                    key = sized_keys[region.key] = cache_key(sized, region.axes, region.size, region.size)
                     if key not in measured and (times := self.cache.get(key)) is not None:
                         measured[key] = times
                     elif key not in measured:
-                        programs[key] = sized.program, region.ranks
+                        programs[key] = sized.program, region.axes
                 failures += self.measure_until(programs, measured, what, deadline)
                 for key, sized_key in sized_keys.items():
                     if sized_key in measured:
@@ -249,7 +250,7 @@ def warn_of_times(times: Mapping[str, RegionTimes | None], what: str, failures: 
         warnings.warn(message, MeasuringWarning, stacklevel=caller_level())
 
 
-def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
+def cache_key(region: TimedRegion, axes: TensorAxes, traced: int, size: int) -> str:
     """A region's name in the cache.
 
     Args:
@@ -257,6 +258,7 @@ def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
         size: samples that the times are for. The text of a region traced with another number says too little.
     """
     samples = "" if traced == size else f"traced with {traced}, for {size} samples"
+    ranks = " × ".join(str(axis.ranks) for axis in axes) or "1"
     return digest(region.text, f"{ranks} ranks", samples)
 
 

@@ -14,6 +14,7 @@ from autopar.codegen.regions import numbered_ops, regions_of
 from autopar.ir.graph import Graph, Op, Weight
 from autopar.ir.hardware import ExecutionMode
 from autopar.ir.program import Edge, Program
+from autopar.ir.tensor_axes import TensorAxes
 from autopar.runtime.launch.torch_settings import TorchSettings
 
 ANY_FRACTION = 0.5  # replaces every number that is not whole: no kernel's time depends on its value
@@ -43,11 +44,11 @@ class RegionTask:
     """Regions that a worker process times, and how it runs them.
 
     Args:
-        regions: each a program and the number of ranks of its tensor-parallel axis.
+        regions: each a program and its tensor axes.
         threads: of each process, on CPU; 0 on GPUs.
     """
 
-    regions: tuple[tuple[Program, int], ...]
+    regions: tuple[tuple[Program, TensorAxes], ...]
     device_type: str
     execution_mode: ExecutionMode
     threads: int

@@ -6,6 +6,7 @@ Regions run as a rank runs them: with compute copies of weights, and gradients a
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,8 +17,8 @@ from autopar.codegen.compile import gradient_of
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value, Weight
 from autopar.ir.hardware import ExecutionMode
-from autopar.ir.layout import TP
 from autopar.ir.program import Program
+from autopar.ir.tensor_axes import TensorAxes
 from autopar.measure.regions.cache import RegionTimes
 from autopar.measure.regions.timed_regions import RegionTask
 from autopar.measure.timer import time_sustained
@@ -39,10 +40,10 @@ def run(task: RegionTask, emit: Emit) -> None:
     if device.type == "cpu":
         torch.set_num_threads(task.threads)
         disable_malloc_trim()  # as ranks do
-    for program, ranks in task.regions:
+    for program, axes in task.regions:
         print(f"{len(program.ops)} operations of {program.batch} samples", flush=True)
         try:
-            times = time_region(program, ranks, task.execution_mode, device)
+            times = time_region(program, axes, task.execution_mode, device)
         except torch.OutOfMemoryError:
             times = None
         emit(times)
@@ -51,22 +52,24 @@ def run(task: RegionTask, emit: Emit) -> None:
             torch.cuda.empty_cache()
 
 
-def time_region(program: Program, ranks: int, mode: ExecutionMode, device: torch.device) -> RegionTimes:
+def time_region(program: Program, axes: TensorAxes, mode: ExecutionMode, device: torch.device) -> RegionTimes:
     """Times of a region.
 
     Args:
-        ranks: of the tensor-parallel axis, whose collectives take no time here.
+        axes: tensor axes, whose collectives take no time here.
     Raises:
         torch.OutOfMemoryError: the region does not fit in the device's memory.
     Error: caches may hold other data than in a step, and the rest of the step does not run at the same time.
     Source: Alpa (OSDI 2022, section 5) profiles compiled stages; here each region of a stage is profiled.
     """
-    register(AXIS, NullCommunicator(ranks))
+    keys = {axis.name: f"{AXIS} {axis.name}" for axis in axes}
+    for axis in axes:
+        register(keys[axis.name], NullCommunicator(axis.ranks))
     # A CUDA graph cannot be captured on the default stream, and autograd runs a leaf on the stream of its first use.
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     try:
         with stream:
-            region = RegionRun(program, mode.compiled, device)
+            region = RegionRun(program, mode.compiled, device, keys)
             try:
                 forward = time_sustained(region.forward, device, mode.captured)
                 both = (
@@ -75,7 +78,8 @@ def time_region(program: Program, ranks: int, mode: ExecutionMode, device: torch
             finally:
                 region.gradients.close()
     finally:
-        unregister(AXIS)
+        for key in keys.values():
+            unregister(key)
     backward = max(0.0, both.seconds - forward.seconds)
     return RegionTimes(forward.seconds, backward, max(forward.spread, both.spread))
 
@@ -85,9 +89,10 @@ class RegionRun:
 
     Args:
         compiled: whether it runs through torch.compile.
+        keys: of the communicators of its tensor axes.
     """
 
-    def __init__(self, program: Program, compiled: bool, device: torch.device) -> None:
+    def __init__(self, program: Program, compiled: bool, device: torch.device, keys: Mapping[str, str]) -> None:
         weights = {w.name: random_weight(w, device) for w in program.weights}
         trained = {w.name: weights[w.name] for w in program.weights if w.requires_grad}
         assert all(isinstance(p, nn.Parameter) for p in trained.values())
@@ -96,7 +101,7 @@ class RegionRun:
         copies = ComputeParams(weights, self.gradients.watch)
         read_params = weights | dict(copies.copies_for(program))
         self.module = graph_module(
-            program, read_params, device, {TP: AXIS}, copies.wait_for, self.gradients.main_grad_of, compiled=compiled
+            program, read_params, device, keys, copies.wait_for, self.gradients.main_grad_of, compiled=compiled
         )
         values = {v.name: v for v in program.values}
         self.arguments = [random_tensor(values[name], device) for name in program.arguments]

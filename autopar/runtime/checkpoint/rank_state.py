@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, Layout
 from autopar.runtime.optim.ema import Average
 from autopar.runtime.optim.param_groups import names_in_groups, options_of, plain_data
 from autopar.runtime.optim.step import Updater
@@ -178,7 +178,7 @@ def sharded_tensor(rank: CheckpointedRank, key: str, name: str, layout: Layout, 
     if sharded is not None and name in spec.cut and tensor.shape == sharded.pieces[name].shape:
         like, elements = sharded.like[name], sharded.elements_of(name)
     shape = spec.whole_shape(name, like.shape) if layout.splits else tuple(like.shape)
-    chunks = boxes(shape, layout, {TP: spec.mesh.tp}, {TP: spec.place.shard})
+    chunks = boxes(shape, layout, spec.mesh.axis_sizes, spec.axis_index)
     if like.shape == tensor.shape:
         return ShardedTensor(key, shape, chunks, tensor, [chunk.of_part(tensor) for chunk in chunks])
     found = [pair for chunk in chunks for pair in boxes_of_piece(chunk, like, elements, tensor)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ir.mesh import MESH_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.comm.protocols import TransportError
@@ -106,7 +106,7 @@ def register_axes(model: str, mesh: Mesh, transport: ProcessGroupTransport) -> M
         transport: of this rank, with a process group for every group of the mesh.
     """
     keys = {}
-    for axis in MESH_AXES:
+    for axis in mesh.axes:
         members = mesh.group(transport.rank, axis)
         if len(members) == 1:
             continue

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.protocols import FlagChannel, Transport
 from autopar.runtime.comm.replica_collectives import ReduceBuffers, ReplicaCollectives, reduce_buffers
@@ -172,13 +172,14 @@ class Updater:
         self.zero_grad()
 
     def sum_over_shards(self) -> None:
-        """Sum the gradients of weights whose gradient is partial on each tensor-parallel shard.
+        """Sum the gradients of weights whose gradient is partial, over each tensor axis on which it is.
 
         All shards run one program on one loss, so a gradient exists on all shards or on none.
         """
         present = [w for w in self.spec.weights if w.name in self.updated and self.updated[w.name].grad is not None]
-        partial = [w for w in present if TP in self.spec.layout(w.name).partial_gradient]
-        sum_gradients(partial, self.updated, self.spec.shard_ranks, self.transport)
+        for axis in self.spec.mesh.axis_sizes:
+            partial = [w for w in present if axis in self.spec.layout(w.name).partial_gradient]
+            sum_gradients(partial, self.updated, self.spec.mesh.group(self.spec.rank, axis), self.transport)
 
     def sum_over_stages(self) -> None:
         """Set a tied parameter's gradient on all its stages to the sum of theirs, or to None if no stage has one."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir.grad_buckets import assign_owners, group_weights
-from autopar.ir.layout import TP
+from autopar.ir.tensor_axes import axis_index
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import local_part, whole_tensor
@@ -30,7 +30,7 @@ class FullParams:
         """Take the split weights ``names`` that this replica updates; equal on all shards."""
         self.parts = {name: parts[name] for name in names}
         self.spec, self.transport = spec, transport
-        self.shard, self.sizes = spec.place.shard, {TP: spec.mesh.tp}
+        self.shard, self.sizes = spec.place.shard, spec.mesh.axis_sizes
         # The first shard's parts, the largest, so that all shards share weights out alike.
         self.weights = [
             replace(weight, shape=self.part_shape(weight.name, 0))
@@ -47,7 +47,7 @@ class FullParams:
     def part_shape(self, name: str, shard: int) -> tuple[int, ...]:
         """Shape of a shard's part of a weight."""
         whole = self.spec.whole_shape(name, self.parts[name].shape)
-        return self.spec.layout(name).local_shape(whole, self.sizes, {TP: shard})
+        return self.spec.layout(name).local_shape(whole, self.sizes, axis_index(self.sizes, shard))
 
     def part_sizes(self, names: Iterable[str], shard: int) -> list[int]:
         """Number of elements of a shard's part of each weight."""
@@ -78,7 +78,7 @@ class FullParams:
 
     def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         """Full tensor of all shards' flat parts, [numel] each."""
-        members = [({TP: i}, part.view(self.part_shape(name, i))) for i, part in enumerate(parts)]
+        members = [(axis_index(self.sizes, i), part.view(self.part_shape(name, i))) for i, part in enumerate(parts)]
         return whole_tensor(members, self.spec.layout(name), self.sizes)
 
     def scatter(self) -> None:
@@ -98,7 +98,9 @@ class FullParams:
 
     def local_part(self, name: str, shard: int) -> torch.Tensor:
         """Part of a shard of a full weight, flat."""
-        return local_part(self.full[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)
+        return local_part(
+            self.full[name].detach(), self.spec.layout(name), self.sizes, axis_index(self.sizes, shard)
+        ).reshape(-1)
 
 
 def padded(pieces: Sequence[torch.Tensor], numel: int) -> torch.Tensor:

@@ -62,7 +62,12 @@ def dropout(call: BoundCall) -> Rule | None:
 
 
 def counter_random(call: BoundCall) -> Rule | None:
-    """Numbers drawn by counters: any dim can be split, and the samples with their rows of the first operand."""
+    """Numbers drawn by counters: any dim can be split, and the samples with their rows of the first operand.
+
+    An operation that draws a part of an axis is not split further: all its elements follow from a counter of one split.
+    """
+    if len(call.op.args) > 5:
+        return replicated(call)
     dim, outer = call.argument(3, "sample_dim"), call.argument(4, "sample_outer")
     made = dim_letters(call.outputs[0])
     if dim < 0:

@@ -25,6 +25,7 @@ from autopar.ir.plan_parts import (
     ScheduleName,
     SolverInfo,
 )
+from autopar.ir.tensor_axes import TensorAxes
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -72,7 +73,9 @@ class Priced:
 class Costs(Protocol):
     """Prices that the search asks for. Implementations remember their answers."""
 
-    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, axes: TensorAxes, replicas: Replicas, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         """The model under one sharding, for ``size`` samples per microbatch.
 
         Args:
@@ -82,20 +85,23 @@ class Costs(Protocol):
         """
         ...
 
-    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, axes: TensorAxes, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         """The model under ZeRO-3 and the same sharding, with other blocks whose parameters stay gathered."""
         ...
 
-    def floor_seconds(self, tp: int, size: int) -> float:
-        """Lower bound of the time of one microbatch on all stages of ``tp`` ranks; cheap to compute."""
+    def floor_seconds(self, axes: TensorAxes, size: int) -> float:
+        """Lower bound of the time of one microbatch on all stages of the ranks of tensor axes; cheap to compute."""
         ...
 
-    def bound_seconds(self, tp: int, size: int) -> float:
+    def bound_seconds(self, axes: TensorAxes, size: int) -> float:
         """As `floor_seconds`, over all shardings by the prices of their single strategies, which `priced` may undercut
-        where kernels fuse differently; dearer than that and cheaper than `priced`."""
+        where kernels fuse differently; dearer than that and cheaper than `priced`.
+
+        On several axes only over those of the innermost one.
+        """
         ...
 
-    def proven_seconds(self, tp: int, size: int) -> float:
+    def proven_seconds(self, axes: TensorAxes, size: int) -> float:
         """As `bound_seconds`, but no higher than `priced` under any sharding."""
         ...
 
@@ -117,8 +123,8 @@ class CutProblem:
     stage, ``reserve_bytes`` the memory of libraries on every rank. ``reduce_dtype`` is the dtype in which gradients
     travel between replicas.
 
-    With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes to fit. With "all" ``cost``
-    says which segments recompute.
+    ``tp_axes`` are as in `Mesh`. With ``recompute`` "auto" a stage recomputes as many of its first segments as it takes
+    to fit. With "all" ``cost`` says which segments recompute.
     """
 
     cost: CostGraph
@@ -133,6 +139,7 @@ class CutProblem:
     gap: float = 1e-3
     tp: int = 1
     replicas: Replicas = ONE_REPLICA
+    tp_axes: tuple[int, ...] = ()
     recompute: Recompute = "none"
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
@@ -205,7 +212,11 @@ class CutProblem:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.pp, self.tp, self.replicas.dp)
+        return Mesh(self.pp, self.tp, self.replicas.dp, self.tp_axes)
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return self.mesh.tensor_axes
 
     @cached_property
     def has_buckets(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import ONE_DEVICE, ONE_REPLICA, Alternative, Balance, OtherMeshes
+from autopar.ir.tensor_axes import TensorAxes
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.merge import merge
@@ -86,7 +87,7 @@ def proven_seconds(bounds: LowerBounds, mesh: Mesh) -> float | None:
     setting, steps = bounds.setting, list[float]()
     for point in enumerate_points(setting, mesh):
         size = microbatch_samples(setting, point)
-        work = microbatch_bound(bounds, mesh.tp, size)
+        work = microbatch_bound(bounds, mesh.tensor_axes, size)
         if work is None:
             return None
         microbatches = setting.constraints.batch / mesh.dp / size
@@ -94,14 +95,14 @@ def proven_seconds(bounds: LowerBounds, mesh: Mesh) -> float | None:
     return min(steps)
 
 
-def microbatch_bound(bounds: LowerBounds, tp: int, size: int) -> float | None:
+def microbatch_bound(bounds: LowerBounds, axes: TensorAxes, size: int) -> float | None:
     """Lower bound of a microbatch's time on all stages, from microbatches whose strategies were listed, if any. More
     samples take no less time, and no more for each sample."""
     costs = bounds.setting.costs
-    if tp == 1:
-        return costs.proven_seconds(tp, size)
-    listed = (samples for ranks, samples in bounds.strategy_seconds if ranks == tp)
-    return max((costs.proven_seconds(tp, samples) * min(1.0, size / samples) for samples in listed), default=None)
+    if not axes:
+        return costs.proven_seconds(axes, size)
+    listed = (samples for known, samples in bounds.strategy_seconds if known == axes)
+    return max((costs.proven_seconds(axes, samples) * min(1.0, size / samples) for samples in listed), default=None)
 
 
 def mesh_label(point: Point) -> str:

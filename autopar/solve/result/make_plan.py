@@ -98,7 +98,7 @@ def make_plan(
         ),
         exceptions=found.exceptions,
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),
-        strategies=compressed(priced.strategies, [op.name for op in setting.graph.ops]),
+        strategies=compressed(priced.strategies, [*(op.name for op in setting.graph.ops), *priced.strategies]),
         zero=problem.replicas.zero,
         dp_shard=problem.replicas.dp_shard,
         param_blocks={

@@ -148,8 +148,8 @@ def keep_blocks(setting: Setting, candidate: Candidate, limit_bytes: float) -> C
     kept = kept_blocks(candidate.problem, candidate.stage_of, limit_bytes)
     if not kept:
         return candidate
-    point, tp, priced = candidate.point, candidate.point.mesh.tp, candidate.priced
-    priced = setting.costs.keeping(priced, tp, point.replicas, microbatch_samples(setting, point), kept)
+    point, axes, priced = candidate.point, candidate.point.mesh.tensor_axes, candidate.priced
+    priced = setting.costs.keeping(priced, axes, point.replicas, microbatch_samples(setting, point), kept)
     problem = make_cut_problem(setting, point, priced)
     step = step_time(setting, problem, candidate.stage_of)
     fits = peak_bytes(problem, candidate.stage_of) <= limit_bytes
@@ -200,6 +200,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         time_limit_seconds=asked.solver_seconds,
         tp=mesh.tp,
         replicas=point.replicas,
+        tp_axes=mesh.tp_axes,
         recompute=asked.recompute,
         schedule=schedule,
         chunks=chunks,

@@ -80,7 +80,7 @@ class Constraints(PlanConstraints):
         """Sizes that leave no pipeline, or an empty string."""
         if self.devices == 1 or self.pp == 1:
             return "pp=1" if self.pp == 1 else "1 device"
-        given = {name: size for name, size in (("tp", self.tp), ("dp", self.dp)) if size is not None}
+        given = {name: size for name, size in (("tp", self.tp_ranks), ("dp", self.dp)) if size is not None}
         if prod(given.values()) != self.devices:
             return ""
         return f"{' × '.join(f'{name}={size}' for name, size in given.items())} on {self.devices} devices"

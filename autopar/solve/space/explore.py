@@ -210,7 +210,7 @@ def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
     """Whether the model can use that many tensor-parallel ranks on the same devices."""
-    return bool(next(shardings_at(setting, replace(point, pp=1, tp=tp, replicas=ONE_REPLICA))).strategies)
+    return bool(next(shardings_at(setting, replace(point, pp=1, tp=tp, replicas=ONE_REPLICA, tp_axes=()))).strategies)
 
 
 def listed(notes: tuple[str, ...]) -> str:

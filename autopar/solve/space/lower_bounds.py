@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from autopar.ir.cost_graph import CostGraph
+from autopar.ir.tensor_axes import TensorAxes
 from autopar.solve.cuts.dynamic_programme import ROUNDING
 from autopar.solve.cuts.problem import Priced, slowest_count
 from autopar.solve.cuts.step_time import Setting
@@ -32,14 +33,15 @@ MANY_RANKS = 16
 class LowerBounds:
     """Lower bounds of the step at every point.
 
-    ``strategy_seconds`` collects bounds of one microbatch by `Costs.bound_seconds`, by tp and samples, for every mesh.
+    ``strategy_seconds`` collects bounds of one microbatch by `Costs.bound_seconds`, by tensor axes and samples, for
+    every mesh.
     ``estimates`` collects the steps of points that were priced. Points slower than the best step by at most the share
     ``slack`` are still evaluated.
     """
 
     setting: Setting
     slack: float = 0.0
-    strategy_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    strategy_seconds: dict[tuple[TensorAxes, int], float] = field(default_factory=dict)
     estimates: dict[Point, float] = field(default_factory=dict)
 
     def limit(self, best_seconds: float) -> float:
@@ -71,8 +73,8 @@ class LowerBounds:
 
     def microbatch_seconds(self, point: Point) -> float:
         """Lower bound of the time of one microbatch on all stages."""
-        tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
-        return self.strategy_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
+        axes, size = point.mesh.tensor_axes, microbatch_samples(self.setting, point)
+        return self.strategy_seconds.get((axes, size)) or self.setting.costs.floor_seconds(axes, size)
 
     def least_expected(self, points: Sequence[Point]) -> float:
         """The least of `expected_seconds`, after pricing its points until one of them keeps it or it rises."""
@@ -96,8 +98,8 @@ class LowerBounds:
 
     def tighten(self, point: Point) -> float:
         """As `seconds`, after solving for the shortest time of one microbatch over all shardings."""
-        tp, size = key = point.mesh.tp, microbatch_samples(self.setting, point)
-        self.strategy_seconds[key] = self.setting.costs.bound_seconds(tp, size)
+        axes, size = key = point.mesh.tensor_axes, microbatch_samples(self.setting, point)
+        self.strategy_seconds[key] = self.setting.costs.bound_seconds(axes, size)
         return self.seconds(point)
 
 
@@ -188,7 +190,7 @@ def least_update(point: Point, priced: Priced) -> float:
 def weights_fit(setting: Setting, point: Point) -> bool:
     """Whether an even share of the weights fits, if all are sharded."""
     mesh, size = point.mesh, microbatch_samples(setting, point)
-    whole = setting.costs.priced(1, point.replicas, size, point.microbatches, 0)
+    whole = setting.costs.priced((), point.replicas, size, point.microbatches, 0)
     assert whole is not None, f"{point} has no price"
     come = mesh.pp == mesh.dp == 1  # gradients may be allocated by the last backward
     held = sum(w.num_bytes - w.gradient_bytes * come for w in whole.cost.weights)
@@ -212,4 +214,4 @@ def shardings_at(setting: Setting, point: Point) -> Iterator[Priced]:
 def priced_at(setting: Setting, point: Point, memory_level: int) -> Priced | None:
     """The point's prices under its fastest sharding, or a smaller one."""
     mesh, size = point.mesh, microbatch_samples(setting, point)
-    return setting.costs.priced(mesh.tp, point.replicas, size, point.microbatches, memory_level)
+    return setting.costs.priced(mesh.tensor_axes, point.replicas, size, point.microbatches, memory_level)

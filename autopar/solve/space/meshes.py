@@ -9,7 +9,7 @@ from math import prod
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_constraints import PlanConstraints
+from autopar.ir.plan_constraints import MAX_TENSOR_AXES, PlanConstraints
 from autopar.ir.plan_parts import OF_PIPELINES
 from autopar.ir.units import plural
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
@@ -50,15 +50,40 @@ def possible_meshes(constraints: Constraints, hardware: Hardware) -> Meshes:
 
 
 def factorisations(constraints: Constraints) -> list[Mesh]:
-    """Meshes of the number of devices with the given sizes; small tp first, then small pp."""
+    """Meshes of the number of devices with the given sizes; small tp first, then few tensor axes, then small pp.
+
+    There are several tensor axes only where tp is given, as their sizes or as a number.
+    """
     devices = constraints.devices
     return [
-        Mesh(pp, tp, devices // tp // pp)
+        Mesh(pp, tp, devices // tp // pp, axes)
         for tp in divisors(devices)
-        if constraints.tp in (None, tp)
+        if constraints.tp_ranks in (None, tp)
+        for axes in arrangements(constraints.tp, tp)
         for pp in divisors(devices // tp)
         if constraints.pp in (None, pp) and constraints.dp in (None, devices // tp // pp)
     ]
+
+
+def arrangements(given: int | tuple[int, ...] | None, tp: int) -> list[tuple[int, ...]]:
+    """Sizes of the tensor axes of ``tp`` ranks that a constraint allows, as in `Mesh`."""
+    if given is None:
+        return [()]
+    if isinstance(given, tuple):
+        return [given if len(given) > 1 else ()]
+    return tensor_factorisations(tp)
+
+
+def tensor_factorisations(tp: int) -> list[tuple[int, ...]]:
+    """Sizes of the tensor axes of ``tp`` ranks, as in `Mesh`: a single axis first, then two, …."""
+    several = [
+        (*outer, size)
+        for size in divisors(tp)
+        if 1 < size < tp
+        for outer in ((own or (tp // size,)) for own in tensor_factorisations(tp // size))
+        if len(outer) < MAX_TENSOR_AXES
+    ]
+    return [(), *sorted(several, key=lambda sizes: (len(sizes), sizes))]
 
 
 def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
@@ -96,7 +121,8 @@ def check_product(constraints: Constraints) -> None:
         UsageError: names the product and what would fit.
     """
     devices = constraints.devices
-    given = {name: size for name in ("pp", "tp", "dp") if (size := getattr(constraints, name)) is not None}
+    sizes_given = {"pp": constraints.pp, "tp": constraints.tp_ranks, "dp": constraints.dp}
+    given = {name: size for name, size in sizes_given.items() if size is not None}
     product = prod(given.values())
     if product == devices or (len(given) < 3 and devices % product == 0):
         return
@@ -142,7 +168,7 @@ def check_pinned_stages(constraints: Constraints) -> None:
     Raises:
         UsageError: names the stages that there can be.
     """
-    most = constraints.pp or constraints.devices // (constraints.tp or 1) // (constraints.dp or 1)
+    most = constraints.pp or constraints.devices // (constraints.tp_ranks or 1) // (constraints.dp or 1)
     most *= constraints.chunks or 1
     for name, stage in constraints.pins.items():
         if not 0 <= stage < most:

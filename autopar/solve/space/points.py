@@ -48,17 +48,19 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the search space: mesh, what replicas share, microbatches of each, and schedule."""
+    """Point of the search space: mesh, what replicas share, microbatches of each, and schedule. ``tp_axes`` are as in
+    `Mesh`."""
 
     pp: int
     tp: int
     replicas: Replicas
     microbatches: int
     pipeline: Pipeline = Pipeline()
+    tp_axes: tuple[int, ...] = ()
 
     @cached_property
     def mesh(self) -> Mesh:
-        return Mesh(self.pp, self.tp, self.replicas.dp)
+        return Mesh(self.pp, self.tp, self.replicas.dp, self.tp_axes)
 
     @property
     def stages(self) -> int:
@@ -89,7 +91,7 @@ def point_of(decision: Decision) -> Point:
     problem = decision.problem
     kept = max(KEPT[0], -(-2 * problem.in_flight[0] // problem.pp)) if problem.schedule == "searched" else 0
     pipeline = Pipeline(problem.schedule, problem.chunks, kept)
-    return Point(problem.pp, problem.tp, problem.replicas, problem.microbatches, pipeline)
+    return Point(problem.pp, problem.tp, problem.replicas, problem.microbatches, pipeline, problem.tp_axes)
 
 
 def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
@@ -105,7 +107,8 @@ def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
                     if pipeline.is_split and not may_split(setting, pipeline, mesh, zero, m):
                         continue
                     for dp_shard in sharing_groups(setting, mesh) if zero else (0,):
-                        point = Point(mesh.pp, mesh.tp, Replicas(mesh.dp, zero, dp_shard), m, pipeline)
+                        replicas = Replicas(mesh.dp, zero, dp_shard)
+                        point = Point(mesh.pp, mesh.tp, replicas, m, pipeline, mesh.tp_axes)
                         if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
                             yield point
 

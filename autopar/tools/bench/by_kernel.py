@@ -156,7 +156,7 @@ def plan_pricing(bench: Bench, hardware_name: str) -> tuple[Pricing, tuple[Fused
     costs = PlanCosts(lower_example(planned, bench.plan), hardware)
     compiled, eager = hardware.execution_mode.compiled, graph_stats(costs.graph, hardware.device_type)
     kernels = fused_kernels(costs.graph, eager, costs.facts) if compiled else ()
-    return costs.pricing(1, bench.plan.microbatch_size), kernels
+    return costs.pricing((), bench.plan.microbatch_size), kernels
 
 
 def by_kernel(bench: Bench, priced: PricedGraph, fused: tuple[PricedKernels, ...], rank: RankResult) -> ByKernel:

@@ -197,7 +197,12 @@ class Bench:
         for name in ("microbatches", "microbatch_size", "pins"):
             constraints.pop(name, None)
         if baseline.name == "uniform":
-            constraints |= {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp, "microbatches": self.plan.microbatches}
+            constraints |= {
+                "pp": mesh.pp,
+                "tp": mesh.tp_axes or mesh.tp,
+                "dp": mesh.dp,
+                "microbatches": self.plan.microbatches,
+            }
             constraints |= {"schedule": self.plan.schedule, "chunks": self.plan.chunks, "balance": "uniform"}
             return self.make_plan(mesh.devices, **constraints)
         if baseline.name == "single":

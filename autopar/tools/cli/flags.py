@@ -66,6 +66,19 @@ def zero_stage(text: str) -> int | None:
     return int(text)
 
 
+def tensor_sizes(text: str) -> int | tuple[int, ...]:
+    """Ranks of the tensor axis in ``--tp 4``, or of several axes in ``--tp 2x2`` or ``--tp 2,2``.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    parts = text.replace("x", ",").split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"--tp {text} is no tensor-parallel size. Write the ranks, or those of several axes: 2x2.")
+    sizes = tuple(map(int, parts))
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
 @dataclass(frozen=True)
 class PlanFlags:
     """Constraints on the plan; the planner chooses the others."""
@@ -94,7 +107,15 @@ class PlanFlags:
         ),
     ] = None
     pp: Annotated[int | None, Option(help="Pipeline-parallel size: ranks of a pipeline.", metavar="N")] = None
-    tp: Annotated[int | None, Option(help="Tensor-parallel size: ranks that split each operation.", metavar="N")] = None
+    tp: Annotated[
+        Any,
+        Option(
+            help="Tensor-parallel size: ranks that split each operation. Sizes such as 2x4 make several axes, of which "
+            "the last one's ranks are neighbours.",
+            metavar="N|NxM",
+            parser=tensor_sizes,
+        ),
+    ] = None
     dp: Annotated[int | None, Option(help="Data-parallel size: replicas that share the batch.", metavar="N")] = None
     zero: Annotated[
         int | None,

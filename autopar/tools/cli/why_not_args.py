@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from autopar.errors import UsageError, suggest
-from autopar.tools.cli.flags import PlanFlags
+from autopar.tools.cli.flags import PlanFlags, tensor_sizes
 
 # Hardware is the plan's, pins name stages of one mesh, and no answer times operations.
 NOT_ASKED = {"hardware", "pin", "measure_seconds"}
@@ -32,7 +32,7 @@ def parse_constraints(text: str) -> dict[str, Any]:
             hint = suggest(name, hints, cutoff=0.5)
             raise UsageError(f"--why-not {text}: unknown constraint {name!r}.{hint} Known: {', '.join(hints)}.")
         try:
-            read = TypeAdapter(hints[name]).validate_python(value)
+            read = tensor_sizes(value) if name == "tp" else TypeAdapter(hints[name]).validate_python(value)
         except ValidationError as error:
             kind = next(words for kind, words in KINDS.items() if hints[name] == kind | None)
             raise UsageError(f"--why-not {text}: {name}={value!r} is not {kind}.") from error

@@ -19,6 +19,7 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.ir.hardware import Link
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ReduceDtype, Replicas, ZeroStage
+from autopar.ir.tensor_axes import mesh_axes
 from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -41,18 +42,18 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     labels = {op.name: MEGATRON.get(op.name.split(".", 2)[-1], "") for op in graph.ops}
     inside = {name for name in labels if ".attn." in name or ".mlp." in name}
     by_hand = apply_strategies(
-        graph, {n: label for n, label in labels.items() if label or n not in inside}, tp, costs.hardware
+        graph, {n: label for n, label in labels.items() if label or n not in inside}, mesh_axes((tp,)), costs.hardware
     )
     collectives = Counter(op.target for op in by_hand.graph.ops if op.home)
     masked = {"autopar.first_rank.default": 6}  # the biases behind sums, which one rank adds
     assert collectives == {"autopar.all_reduce.default": 6, "autopar.sum_gradient.default": 6} | masked
     sharing = Sharing(tp, storage=by_hand.storage)
     megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.unsharded_costs(size).groups)
-    found = costs.priced(tp, Replicas(), size, 1, 0)
+    found = costs.priced(mesh_axes((tp,)), Replicas(), size, 1, 0)
     assert found is not None
     # Choices are priced to about 0.1 % as the graph that they make (autopar.cost.strategies.group_cost).
     assert found.seconds <= sum(group.seconds for group in megatron.groups) * (1 + 2e-3)
-    assert 0 < costs.bound_seconds(tp, size) <= found.seconds * (1 + 1e-9)
+    assert 0 < costs.bound_seconds(mesh_axes((tp,)), size) <= found.seconds * (1 + 1e-9)
 
 
 def plan(tp: int, size: int) -> Plan:

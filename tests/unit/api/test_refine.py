@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -26,6 +27,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, Replicas
 from autopar.ir.strategies import StrategyGraph
+from autopar.ir.tensor_axes import TensorAxes, mesh_axes, num_ranks
 from autopar.solve.cuts.problem import CutProblem, Priced
 from autopar.solve.cuts.step_time import Setting, step_time
 from autopar.solve.search import search
@@ -49,34 +51,39 @@ class ChoicePrices:
     message_bytes: int = 8  # of each value that is not split
     factors: tuple[()] = ()
 
-    def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
+    def outer(self, axes: TensorAxes, size: int) -> SimpleNamespace:
+        return SimpleNamespace(graph=self.graph)
+
+    def strategy_graph(self, axes: TensorAxes, size: int) -> StrategyGraph:
         return self.choice_graph
 
-    def sharing(self, tp: int, replicas: Replicas) -> Sharing:
-        return Sharing(tp, replicas)
+    def sharing(self, axes: TensorAxes, replicas: Replicas) -> Sharing:
+        return Sharing(num_ranks(axes), replicas)
 
-    def keeping(self, priced: Priced, tp: int, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
+    def keeping(self, priced: Priced, axes: TensorAxes, replicas: Replicas, size: int, kept: frozenset[str]) -> Priced:
         raise AssertionError("there are no replicas")
 
-    def floor_seconds(self, tp: int, size: int) -> float:
+    def floor_seconds(self, axes: TensorAxes, size: int) -> float:
         return 0.0
 
-    def priced(self, tp: int, replicas: Replicas, size: int, microbatches: int, memory_level: int) -> Priced | None:
+    def priced(
+        self, axes: TensorAxes, replicas: Replicas, size: int, microbatches: int, memory_level: int
+    ) -> Priced | None:
         if memory_level:
             return None
         return self.priced_strategies(
-            solve_shardings(self.choice_graph, microbatches).strategy_index, tp, replicas, size
+            solve_shardings(self.choice_graph, microbatches).strategy_index, axes, replicas, size
         )
 
-    def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
+    def sharding(self, axes: TensorAxes, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         return [*pareto(self.choice_graph, microbatches), None][memory_level]
 
-    def bound_seconds(self, tp: int, size: int) -> float:
+    def bound_seconds(self, axes: TensorAxes, size: int) -> float:
         return work_bound_seconds(self.choice_graph)
 
     proven_seconds = bound_seconds
 
-    def priced_strategies(self, picks: tuple[int, ...], tp: int, replicas: Replicas, size: int) -> Priced:
+    def priced_strategies(self, picks: tuple[int, ...], axes: TensorAxes, replicas: Replicas, size: int) -> Priced:
         groups = self.choice_graph.groups
         chosen = [group.strategies[k] for group, k in zip(groups, picks)]
         seconds, flows = [c.seconds for c in chosen], []
@@ -136,7 +143,7 @@ def least_seconds(costs: ChoicePrices, asked: Constraints) -> float | None:
     values = []
     for picks in allowed(costs.choice_graph):
         problem = CutProblem(
-            costs.priced_strategies(picks, RANKS, Replicas(), 1).cost, asked.pp, asked.microbatches, None,
+            costs.priced_strategies(picks, mesh_axes((RANKS,)), Replicas(), 1).cost, asked.pp, asked.microbatches, None,
             (1,) * asked.pp, boundary_links(MACHINE, Mesh(asked.pp, RANKS)),
             pins={names.index(n): s for n, s in asked.pins.items()}, tp=RANKS,
         )  # fmt: skip

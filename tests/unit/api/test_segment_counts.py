@@ -14,6 +14,7 @@ from autopar.codegen.split import split
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.layout import TP
 from autopar.ir.plan_parts import Replicas
+from autopar.ir.tensor_axes import mesh_axes
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.trace import trace
 
@@ -28,9 +29,9 @@ def test_sharded_stages_have_the_segments_that_were_planned(name: str) -> None:
         model, images = timm.create_model(name), torch.empty(8, 3, 224, 224)
     graph = trace(model, (images,))
     costs = PlanCosts(graph, load_hardware("h200-nvlink"))
-    priced = costs.priced(2, Replicas(), 8, 2, 0)
+    priced = costs.priced(mesh_axes((2,)), Replicas(), 8, 2, 0)
     assert priced is not None and priced.strategies
-    whole = costs.sharded(2, 8, priced.strategy_index).graph
+    whole = costs.sharded(mesh_axes((2,)), 8, priced.strategy_index).graph
     for cut in range(3, priced.cost.loss, 14):
         stage_of = [int(g >= cut) for g in range(len(priced.cost.groups))]
         groups = costs.unsharded_costs(8).groups

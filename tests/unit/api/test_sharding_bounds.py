@@ -22,6 +22,7 @@ from autopar.api.planning.plan import PlanRequest, lower_example, model_info
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.plan import Plan
+from autopar.ir.tensor_axes import mesh_axes
 from autopar.solve.cuts.step_time import Decision, Setting, step_time
 from autopar.solve.search import search
 from autopar.solve.shardings.variables import agrees
@@ -68,7 +69,7 @@ class Planned:
 
     def shardings(self) -> Iterator[tuple[int, ...]]:
         """All shardings if there are few; else some that change part of the chosen one, or are drawn at random."""
-        graph = self.costs.strategy_graph(self.decision.problem.tp, self.decision.size)
+        graph = self.costs.strategy_graph(self.decision.problem.tensor_axes, self.decision.size)
         sizes = [len(group.strategies) for group in graph.groups]
         if all(size <= 8 for size in sizes) and len(sizes) <= 4:
             yield from (index for index in product(*map(range, sizes)) if agrees(graph, index))
@@ -84,7 +85,7 @@ class Planned:
     def seconds(self, index: tuple[int, ...]) -> float:
         """Step of the decision's mesh and cuts under another sharding."""
         problem = self.decision.problem
-        priced = self.costs.priced_strategies(index, problem.tp, problem.replicas, self.decision.size)
+        priced = self.costs.priced_strategies(index, problem.tensor_axes, problem.replicas, self.decision.size)
         return step_time(self.setting, replace(problem, cost=priced.cost), self.decision.stage_of).seconds
 
 
@@ -137,9 +138,9 @@ def test_the_floor_from_other_batch_sizes_is_no_higher_than_the_bound(name: str)
     for order in (sizes, sizes[::-1]):
         costs = PlanCosts(graph, load_hardware("h200-nvlink"))
         for size in order:
-            floor = costs.floor_seconds(2, size)
-            assert floor <= costs.bound_seconds(2, size) * (1 + ROUNDING)
-            assert costs.floor_seconds(2, size) == costs.bound_seconds(2, size)
+            floor = costs.floor_seconds(mesh_axes((2,)), size)
+            assert floor <= costs.bound_seconds(mesh_axes((2,)), size) * (1 + ROUNDING)
+            assert costs.floor_seconds(mesh_axes((2,)), size) == costs.bound_seconds(mesh_axes((2,)), size)
 
 
 class Centred(nn.Module):

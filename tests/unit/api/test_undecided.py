@@ -38,7 +38,7 @@ CPU = load_hardware("cpu-generic")
 
 def region(key: str, error: float) -> ConfigRegion:
     """A region of one second that may be off by ``error`` seconds."""
-    return ConfigRegion(key, MeasuredConfig(1, 8), 0, 1.0, error)
+    return ConfigRegion(key, MeasuredConfig((), 8), 0, 1.0, error)
 
 
 ERRORS = {"exact": 0.0, "close": 0.1, "far": 0.5}
@@ -104,16 +104,14 @@ class Runs:
     ) -> str:
         end = self.clock.now + limit
         self.starts.append(len(programs))
-        for key, (program, ranks) in programs.items():
+        for key, (program, axes) in programs.items():
             if self.clock.now + self.seconds > end:
                 self.clock.now = end
                 return ""
             self.clock.now += self.seconds
             if key in self.failing:
                 return "The process ended."
-            seconds = (
-                1e-6 * len(program.ops) * program.batch * (self.slow if program.batch >= 8 and ranks == 1 else 1.0)
-            )
+            seconds = 1e-6 * len(program.ops) * program.batch * (self.slow if program.batch >= 8 and not axes else 1.0)
             keep(key, RegionTimes(seconds, 2 * seconds, self.spread))
         return ""
 
@@ -137,7 +135,7 @@ def wanted(regions: list[TimedRegion], clock: Clock, trace_seconds: float = 0.0)
         return own
 
     for number, own in enumerate(regions):
-        yield WantedRegion(f"region {number}", 1, 4, lambda own=own: traced(own))
+        yield WantedRegion(f"region {number}", (), 4, lambda own=own: traced(own))
 
 
 def timer(tmp_path: Path, budget_seconds: float) -> RegionTimer:
@@ -177,13 +175,13 @@ def test_a_second_call_has_what_is_left(clock: Clock, runs: Runs, tmp_path: Path
 
 def test_a_region_that_fails_takes_no_other_with_it(clock: Clock, runs: Runs, tmp_path: Path) -> None:
     own, regions = timer(tmp_path, 100.0), distinct_regions()
-    runs.failing = {region_times.cache_key(regions[1], 1, 4, 4)}
+    runs.failing = {region_times.cache_key(regions[1], (), 4, 4)}
     with pytest.warns(
         MeasuringWarning, match=r"1 region of vit cannot be timed: priced by the cost model\. The process"
     ):
         found = own.times(list(wanted(regions, clock)), "vit")
     assert [times is not None for times in found.values()] == [True, False, True] and runs.starts == [3, 1]
-    runs.failing = {region_times.cache_key(own, 1, 4, 4) for own in regions}
+    runs.failing = {region_times.cache_key(own, (), 4, 4) for own in regions}
     with pytest.warns(MeasuringWarning, match="3 regions of vit cannot be timed"):
         assert set(timer(tmp_path / "other", 100.0).times(list(wanted(regions, clock)), "vit").values()) == {None}
 

@@ -192,7 +192,7 @@ def test_levels_of_a_real_model_save_ever_less_and_take_ever_longer() -> None:
 def test_measured_forwards_run_again() -> None:
     graph = trace(tiny_vit(6), (torch.randn(2, 3, 32, 32),))
     costs = PlanCosts(graph, load_hardware("cpu-generic"))
-    costs.use_measurements(MeasuredConfig(1, 2), [(tuple(op.name for op in graph.ops), 1.0, 3.0)])
+    costs.use_measurements(MeasuredConfig((), 2), [(tuple(op.name for op in graph.ops), 1.0, 3.0)])
     cost = costs.unsharded_costs(2)
     assert sum(g.backward_seconds for g in cost.recomputed.groups) == pytest.approx(3.0 + 1.0)
     half = [g.forward_seconds for g in cost.groups if g.segment in range(4)]

@@ -19,14 +19,15 @@ from timm.models.coat import CoaT
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats, graph_stats
-from autopar.cost.strategies.describe import block_shardings, blocks_of, name_in_block, sharding_limits
+from autopar.cost.strategies.describe import AxisSharding, block_shardings, blocks_of, name_in_block, sharding_limits
 from autopar.cost.strategies.enumerate import GroupedModels, strategy_graph, with_replicas
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
-from autopar.ir.plan_parts import Replicas, ZeroStage
+from autopar.ir.plan_parts import BlockSharding, Replicas, ZeroStage
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
+from autopar.ir.tensor_axes import mesh_axes
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.trace.trace import trace
 
@@ -156,7 +157,7 @@ class Case:
 
 def case_of(traced: Graph, ranks: int, batch: int = BATCH, hardware: Hardware = FAST) -> Case:
     facts = graph_stats(traced)
-    choices = strategy_graph(Pricing(traced, facts, hardware, batch, ranks))
+    choices = strategy_graph(Pricing(traced, facts, hardware, batch, mesh_axes((ranks,))))
     whole = price(traced, facts, hardware, batch)
     return Case(traced, facts, choices, whole, ranks, hardware)
 
@@ -416,12 +417,18 @@ MEGATRON = {
 }  # fmt: skip
 
 
+def described(of: Case, split: Sharded) -> tuple[BlockSharding, ...]:
+    """Words for one assignment of choices."""
+    pricing = Pricing(of.graph, of.facts, FAST, BATCH, mesh_axes((of.ranks,)))
+    return block_shardings([AxisSharding(pricing, split.local, split.storage)])
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_column_and_row_split_is_among_the_choices(ranks: int):
     vit = case("vit", ranks)
     split = vit.named(MEGATRON)
     check_cost(split, seconds_error=1e-6, saved_error=1e-6)
-    (block,) = block_shardings(Pricing(vit.graph, vit.facts, FAST, BATCH, ranks), split.local, split.storage)
+    (block,) = described(vit, split)
     assert (block.name, block.count) == ("blocks.*", 3)
     assert block.rows == {
         "attn.qkv": f"rows by head / {ranks}",
@@ -445,7 +452,7 @@ def test_the_column_and_row_split_is_among_the_choices(ranks: int):
 def test_blocks_say_what_is_split():
     vit = case("vit without class token")
     split = vit.named({"norm1.layer_norm": "d1", "fc1.linear": "d1", "fc2.linear": "d1", "norm2.layer_norm": "d0"})
-    found = block_shardings(Pricing(vit.graph, vit.facts, FAST, BATCH, 2), split.local, split.storage)
+    found = described(vit, split)
     assert [(b.name, b.count) for b in found if b.rows] == [("blocks.0", 1), ("blocks.1", 1)]
     for block in found[:2]:
         assert block.rows == {
@@ -477,6 +484,6 @@ def test_batch_sizes_that_share_what_they_have_in_common_have_the_same_strategie
     traced = graph_of(name)
     facts, known = graph_stats(traced), GroupedModels()
     for batch in (8, 1, 4, 3, 8):
-        alone = strategy_graph(Pricing(traced, facts, FAST, batch, 2))
-        assert strategy_graph(Pricing(traced, facts, FAST, batch, 2), known=known) == alone
+        alone = strategy_graph(Pricing(traced, facts, FAST, batch, mesh_axes((2,))))
+        assert strategy_graph(Pricing(traced, facts, FAST, batch, mesh_axes((2,))), known=known) == alone
     assert {batch_divides for batch_divides, _ in known} == {False, True}

@@ -28,6 +28,7 @@ from autopar.errors import CacheWarning, MeasuringWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
 from autopar.ir.plan_parts import Replicas
+from autopar.ir.tensor_axes import mesh_axes
 from autopar.measure.device import SOURCES, region_setting, source_digest, source_files
 from autopar.measure.regions import region_times as making
 from autopar.measure.regions.cache import RegionTimes, TimesCache
@@ -96,7 +97,7 @@ def test_another_batch_or_width_is_another_piece() -> None:
 def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.runtime.params.grad_buffer.MAX_DEFERRED_BYTES", 0)
     piece = next(p for p in timed_regions(traced()) if any("blocks.1" in name for name in p.ops))
-    running = RegionRun(piece.program, compiled=False, device=ONE)
+    running = RegionRun(piece.program, compiled=False, device=ONE, keys={})
     running.forward_backward()
     once = {name: view.clone() for name, view in running.gradients.views.items()}
     running.forward_backward()
@@ -129,7 +130,7 @@ def test_no_gradient_between_pieces_is_copied(compiled: bool) -> None:
     piece = next(p for p in timed_regions(traced(4, TokensLast())) if p.program.receives)
     (edge,) = piece.program.receives
     assert edge.value.stride == (1024, 16, 1)
-    running = RegionRun(piece.program, compiled, ONE)
+    running = RegionRun(piece.program, compiled, ONE, {})
     for _ in range(2):
         running.forward_backward()
     with torch.profiler.profile() as profile:
@@ -144,20 +145,20 @@ def test_no_gradient_between_pieces_is_copied(compiled: bool) -> None:
 def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     graph = traced()
     free = replace(CPU, collective=Link(0.0, 1e15))
-    priced = PlanCosts(graph, free).priced(2, Replicas(), 4, 1, 0)
+    priced = PlanCosts(graph, free).priced(mesh_axes((2,)), Replicas(), 4, 1, 0)
     assert priced is not None
-    split = apply_strategies(graph, priced.strategies, 2, free).graph
+    split = apply_strategies(graph, priced.strategies, mesh_axes((2,)), free).graph
     assert any("autopar." in op.target for op in split.ops)
     for number, local in ((1, graph), (2, split)):
         piece = max(timed_regions(local), key=lambda piece: len(piece.ops))
-        found = time_region(piece.program, number, ExecutionMode(), ONE)
+        found = time_region(piece.program, mesh_axes((number,)), ExecutionMode(), ONE)
         # On processors that others use, the difference that a backward is may be lost in what is then called unsteady.
         assert found.forward_seconds > 0
         assert found.backward_seconds > 0 or found.spread > making.MAX_STEADY_SPREAD
 
 
 def test_a_compiled_piece() -> None:
-    found = time_region(next(iter(timed_regions(traced(2)))).program, 1, ExecutionMode(compiled=True), ONE)
+    found = time_region(next(iter(timed_regions(traced(2)))).program, (), ExecutionMode(compiled=True), ONE)
     assert found.forward_seconds > 0
 
 
@@ -167,7 +168,7 @@ def test_factors_make_prices_what_was_measured() -> None:
     measured = [(piece.ops, 0.5, 0.25) for piece in timed_regions(graph)]
     costs = PlanCosts(graph, CPU)
     before = costs.unsharded_costs(4)
-    costs.use_measurements(MeasuredConfig(1, 4), measured)
+    costs.use_measurements(MeasuredConfig((), 4), measured)
     after = costs.unsharded_costs(4)
     assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
     assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 4)

@@ -39,12 +39,18 @@ def test_rows_of_a_fused_weight_are_split_by_heads() -> None:
     assert local_part(rows, split_layout(0), {"tp": 4}, {"tp": 1}).tolist() == [3, 4, 5]
 
 
-def test_two_axes_on_one_dim_take_a_digit_each() -> None:
-    layout = Layout((Split(0, 1, "tp"), Split(0, 2, "cp")))
-    parts = [
-        local_part(torch.arange(8), layout, {"tp": 2, "cp": 2}, {"tp": t, "cp": c}) for t, c in product((0, 1), (0, 1))
-    ]
-    assert [p.tolist() for p in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+def test_each_axis_splits_the_part_of_the_axes_before_it() -> None:
+    def parts(*splits: Split) -> list[list[int]]:
+        indices = [{"tp0": i, "tp1": j} for i, j in product((0, 1), (0, 1))]
+        found = [local_part(torch.arange(8), Layout(splits), {"tp0": 2, "tp1": 2}, index) for index in indices]
+        assert [len(own) for own in found] == [
+            *(Layout(splits).local_shape([8], {"tp0": 2, "tp1": 2}, index)[0] for index in indices)
+        ]
+        return [own.tolist() for own in found]
+
+    assert parts(Split(0, 1, "tp0"), Split(0, 1, "tp1")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert parts(Split(0, 2, "tp0"), Split(0, 2, "tp1")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert parts(Split(0, 2, "tp0"), Split(0, 1, "tp1")) == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 def test_copies_are_whole_already() -> None:
@@ -56,17 +62,16 @@ def test_copies_are_whole_already() -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[int], Layout, dict[str, int]]:
-    """A shape, a layout of nested digits that fits it, and the sizes of its axes."""
+    """A shape, a layout that fits it, and the sizes of its axes."""
     ranks = {"tp": draw(st.integers(2, 4)), "cp": draw(st.integers(2, 3))}
     axes = draw(st.permutations(["tp", "cp"]))[: draw(st.integers(1, 2))]
     shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 3)))]
     splits = []
-    for axis in axes:  # each takes the digit inside all that the dim is made of so far
-        dim = draw(st.integers(0, len(shape) - 1))
-        splits.append((axis, dim, shape[dim]))
-        shape[dim] *= ranks[axis] * draw(st.integers(1, 2))
-    # Dims grew after a split was noted: outer counts from the outermost factor, so it stays.
-    return shape, Layout(tuple(Split(dim, outer, axis) for axis, dim, outer in splits)), ranks
+    for axis in axes:
+        dim, outer = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3))
+        splits.append(Split(dim, outer, axis))
+        shape[dim] *= ranks[axis] * outer
+    return shape, Layout(tuple(splits)), ranks
 
 
 @given(cases(), st.sampled_from(DTYPES))

@@ -12,7 +12,7 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.errors import HardwareError, UsageError
 from autopar.ir.network import Network, Port
 from autopar.solve.space.constraints import Constraints
-from autopar.solve.space.meshes import divisors, nearest, possible_meshes
+from autopar.solve.space.meshes import divisors, nearest, possible_meshes, tensor_factorisations
 
 NODE = replace(load_hardware("h200-nvlink"), devices_per_node=4, network=None)
 CLUSTER = replace(NODE, network=Network(Port(1e-5, 5e10)))
@@ -36,6 +36,19 @@ def test_all_factorisations_of_a_node() -> None:
     assert meshes(devices=4, pp=1, dp=1)[0] == ["pp 1 × tp 4 × dp 1"]
 
 
+def test_tensor_axes() -> None:
+    """Sizes of the axes are searched where tp is a number, and given by a tuple."""
+    assert meshes(devices=4, tp=4)[0] == ["pp 1 × tp 4 × dp 1", "pp 1 × tp (2 × 2) × dp 1"]
+    assert meshes(devices=4, tp=(2, 2))[0] == ["pp 1 × tp (2 × 2) × dp 1"]
+    assert meshes(devices=4, tp=(4,))[0] == ["pp 1 × tp 4 × dp 1"]
+    assert tensor_factorisations(6) == [(), (2, 3), (3, 2)]
+    assert tensor_factorisations(8) == [(), (2, 4), (4, 2), (2, 2, 2)]
+    assert tensor_factorisations(16) == [(), (2, 8), (4, 4), (8, 2), (2, 2, 4), (2, 4, 2), (4, 2, 2)]
+    for wrong in ((), (1, 2), (2, 0), (2, 2.0), (2, 2, 2, 2), (True, 2)):
+        with pytest.raises(UsageError, match="must be a whole number of ranks, or the sizes of up to 3 axes"):
+            Constraints(devices=8, batch=8, tp=wrong)  # type: ignore[arg-type]
+
+
 def test_what_is_left_out_has_a_reason() -> None:
     allowed, refused = meshes(devices=12, batch=6, pp=1)
     assert allowed == ["pp 1 × tp 2 × dp 6", "pp 1 × tp 4 × dp 3"]
@@ -52,7 +65,7 @@ def test_what_is_left_out_has_a_reason() -> None:
 
 
 def test_a_group_across_nodes_must_be_asked_for() -> None:
-    assert meshes(devices=8, tp=8)[0] == ["pp 1 × tp 8 × dp 1"]
+    assert meshes(devices=8, tp=(8,))[0] == ["pp 1 × tp 8 × dp 1"]
     assert "pp 1 × tp 8 × dp 1" not in meshes(devices=8)[0]
     with pytest.raises(HardwareError, match="one node of 4 devices and no network"):
         possible_meshes(Constraints(devices=8, batch=8, tp=8), NODE)

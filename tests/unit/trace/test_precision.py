@@ -27,6 +27,7 @@ from autopar.errors import UsageError
 from autopar.ir.cost_graph import BUCKET_BYTES
 from autopar.ir.graph import Graph
 from autopar.ir.plan_parts import Precision, Replicas
+from autopar.ir.tensor_axes import TensorAxis
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -438,7 +439,8 @@ def test_prices_of_mixed_precision() -> None:
         for g in graphs
     ]
     numel = 192 * 768
-    scatter, gather = (bucket_share_seconds(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
+    axis, kinds = TensorAxis(ranks=4), ("reduce-scatter", "all-gather")
+    scatter, gather = (bucket_share_seconds(kind, 4 * numel, hardware, axis) for kind in kinds)  # type: ignore[arg-type]
     assert [h.reduce_seconds for h in shared] == pytest.approx([scatter, scatter])
     latency = hardware.collective_seconds("all-gather", 0, 4) * 4 * numel / BUCKET_BYTES
     assert [h.gather_seconds for h in shared] == pytest.approx([gather, (gather + latency) / 2])  # copies travel
