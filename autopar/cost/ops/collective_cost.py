@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.ir.graph import Op
+from autopar.ir.graph import Op, Value
 from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
+from autopar.sharding.exchanges import exchanges
 from autopar.sharding.reshard import ReshardStep
 
 
@@ -42,6 +43,20 @@ def reshard_step_cost(
     elif trained and step.name == "share_gradient":
         backward = hardware.op_seconds("memory", 0.0, 2 * num_bytes, "")
     return ReshardingCost(forward, backward)
+
+
+def exchange_cost(op: Op, part: Value, scale: float, hardware: Hardware) -> ReshardingCost:
+    """Seconds of the collectives inside of an operation of a rank; arguments as of `exchanges`.
+
+    Args:
+        scale: batch that is priced over the batch of ``part``.
+    Error: the moments of a batch norm, a few KiB, are counted as if they grew with the batch.
+    """
+    seconds = [0.0, 0.0]
+    for exchange in exchanges(op, part):
+        ranks = op.args[-2]
+        seconds[exchange.is_backward] += hardware.collective_seconds(exchange.kind, scale * exchange.num_bytes, ranks)
+    return ReshardingCost(seconds[False], seconds[True])
 
 
 def full_tensor_bytes(step: ReshardStep, source_bytes: float, made_bytes: float, ranks: int) -> float:

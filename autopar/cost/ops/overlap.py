@@ -45,7 +45,10 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
             pair.operator, layer, ReshardingCost(moved.forward_seconds, moved.backward_seconds), pricing
         )
         exposed[pair.collective.name] = replace(
-            moved, forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds
+            moved,
+            forward_seconds=seconds.forward_seconds,
+            backward_seconds=seconds.backward_seconds,
+            collectives=seconds,
         )
     return exposed
 

@@ -17,16 +17,18 @@ from math import prod
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.collective_cost import exchange_cost, reshard_step_cost, sum_costs
 from autopar.cost.ops.kernel_shapes import TILE_ROWS, product_slowdown
-from autopar.cost.ops.op_cost import OpCost, Pricing, local_op_cost
+from autopar.cost.ops.op_cost import NO_COLLECTIVES, OpCost, Pricing, local_op_cost
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
-from autopar.ir.graph import Op
+from autopar.ir.graph import Op, Value
 from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
+from autopar.sharding.exchanges import saved_strip_bytes
 from autopar.sharding.fuse_linear import after_layer, is_layer
+from autopar.sharding.localise import localised
 from autopar.sharding.reshard import ReshardStep, reshard_steps
 
 
@@ -234,10 +236,27 @@ class GroupCosting:
         split = bool(self.sharding.strategies[op.name].label)
         key = (least, pricing.op_numbers[op.name], split, *map(layouts.__getitem__, names))
         if key not in self.group.known:
-            self.group.known[key] = local_op_cost(
-                op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op)
-            )
+            cost = local_op_cost(op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+            exchanged = self.exchange_cost(op) if split else NO_COLLECTIVES
+            self.group.known[key] = cost if exchanged == NO_COLLECTIVES else cost.exchanging(exchanged)
         return self.group.known[key]
+
+    def exchange_cost(self, op: Op) -> ReshardingCost:
+        """Seconds of the collectives inside of the first rank's part of an operation."""
+        pricing = self.group.pricing
+        return exchange_cost(*self.local(op), pricing.batch / pricing.graph.batch, pricing.hardware)
+
+    def strip_bytes(self, op: Op) -> int:
+        """Bytes that the first rank's part of an operation saves next to its borders."""
+        return saved_strip_bytes(*self.local(op)) if self.sharding.strategies[op.name].label else 0
+
+    def local(self, op: Op) -> tuple[Op, Value]:
+        """The first rank's part of a split operation, and of its first operand."""
+        book, chosen = self.group.context.book, self.sharding.strategies[op.name]
+        rule, whole = book.rule(op), book.graph.readable[op.reads[0]]
+        assert rule is not None, f"{op.name} is split without a rule"
+        part = replace(whole, shape=chosen.operands[0].local_shape(whole.shape, {TP: self.ranks}))
+        return localised(op, rule, chosen, self.ranks), part
 
     def context_seconds(self, op: Op, cost: OpCost) -> float:
         """Part of an operation's seconds that is not sure under this strategy of its group.
@@ -274,9 +293,8 @@ class GroupCosting:
         parts: dict[tuple[str, bool], float] = {}
         for op in self.group.members.ops:
             layouts = self.sharding.around(op)
-            own += self.group.pricing.scaled(self.group.pricing.stats.ops[op.name].saved_bytes, op.name) / self.parts(
-                op
-            )
+            whole = self.group.pricing.stats.ops[op.name].saved_bytes / self.parts(op)
+            own += self.group.pricing.scaled(whole + self.strip_bytes(op), op.name)
             for root, name in saved_by(op, self.group.pricing):
                 if self.group.owners.saved[root] == self.group.number:
                     whole_bytes, divisor = self.group.pricing.num_bytes(root), self.divisor(name, layouts[name])
