@@ -6,9 +6,11 @@ It shares only types with autopar: parts are cut and joined here by reading a di
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -121,6 +123,21 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
         equal(f"updated {name}", [rank[name] for rank in copies], read[name], layouts[name])
 
 
+@contextmanager
+def registered(axis: Any) -> Iterator[None]:
+    """Let operators call a communicator of the tensor axis."""
+    collectives.register(TP, axis)
+    try:
+        yield
+    finally:
+        collectives.unregister(TP)
+
+
+def numbered(rank: int, ranks: int) -> AbstractContextManager[None]:
+    """Context in which operators see this process as a rank of the tensor axis."""
+    return registered(SimpleNamespace(rank=rank, ranks=ranks))
+
+
 class ThreadCommunicator:
     """The tensor axis of ranks that are threads; what operators of a single operation call."""
 
@@ -149,7 +166,7 @@ def on_threads(run_rank: Callable[[int], Result], ranks: int, concurrent: bool) 
     """Results of a function on every rank of the tensor axis, in threads that see it as theirs."""
     axis = ThreadCommunicator(ranks)
 
-    def numbered(rank: int) -> Result:
+    def run_as(rank: int) -> Result:
         axis.own.rank = rank
         try:
             return run_rank(rank)
@@ -157,17 +174,13 @@ def on_threads(run_rank: Callable[[int], Result], ranks: int, concurrent: bool) 
             axis.barrier.abort()
             raise
 
-    collectives.register(TP, axis)  # type: ignore[arg-type]
-    try:
-        with ThreadPoolExecutor(ranks if concurrent else 1) as threads:
-            futures = [threads.submit(numbered, rank) for rank in range(ranks)]
+    with registered(axis), ThreadPoolExecutor(ranks if concurrent else 1) as threads:
+        futures = [threads.submit(run_as, rank) for rank in range(ranks)]
         errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error
-        return [future.result() for future in futures]
-    finally:
-        collectives.unregister(TP)
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
 
 
 def as_read(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:

@@ -35,18 +35,16 @@ def halo_rows(x: Tensor, dim: int, halo: Sequence[int], border: float, ranks: in
 
 
 @torch.library.custom_op("autopar::halo_rows_backward", mutates_args=())
-def halo_rows_backward(gradient: Tensor, rows: int, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
-    """The gradient of a part from the gradients of its rows at the neighbours; zeros for all other rows."""
+def halo_rows_backward(gradient: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
+    """Gradients that the neighbours have for a part's first ``after`` and last ``before`` rows, one after the other."""
     before, after = halo
     communicator = on(axis, ranks)
     rank = communicator.rank
     gathered = communicator.all_gather(gradient.contiguous())
-    total = gradient.new_zeros([rows if i == dim else size for i, size in enumerate(gradient.shape)])
-    if rank > 0:
-        total.narrow(dim, 0, after).add_(gathered[rank - 1].narrow(dim, before, after))
-    if rank < ranks - 1:
-        total.narrow(dim, rows - before, before).add_(gathered[rank + 1].narrow(dim, 0, before))
-    return total
+    none = gradient.new_zeros(()).expand(gradient.shape)
+    of_first = gathered[rank - 1] if rank > 0 else none
+    of_last = gathered[rank + 1] if rank < ranks - 1 else none
+    return torch.cat([of_first.narrow(dim, before, after), of_last.narrow(dim, 0, before)], dim)
 
 
 @halo_rows.register_fake
@@ -55,17 +53,38 @@ def _rows(x: Tensor, dim: int, halo: Sequence[int], border: float, ranks: int, a
 
 
 @halo_rows_backward.register_fake
-def _part(gradient: Tensor, rows: int, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
-    return empty_resized(gradient, {dim: rows})
+def _returned_rows(gradient: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
+    return empty_resized(gradient, {})
 
 
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, ctx.halo, _, ctx.ranks, ctx.axis = inputs
-    ctx.rows = x.shape[ctx.dim]
+def add_halo_gradients(total: Tensor, of_halo: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> None:
+    """Add to a part's gradient those of its rows at the neighbours.
+
+    Args:
+        of_halo: gradients of the rows that this rank has of its neighbours, see `halo_rows`.
+    """
+    before, after = halo
+    of_first, of_last = halo_rows_backward(of_halo, dim, halo, ranks, axis).split([after, before], dim)
+    total.narrow(dim, 0, after).add_(of_first)
+    total.narrow(dim, total.shape[dim] - before, before).add_(of_last)
 
 
-def _return_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return halo_rows_backward(gradient, ctx.rows, ctx.dim, ctx.halo, ctx.ranks, ctx.axis), *[None] * 5
+def with_halo(x: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
+    """A part between the rows of its neighbours; zeros beyond the picture."""
+    return _WithHalo.apply(x, dim, halo, ranks, axis)  # type: ignore[return-value]
 
 
-halo_rows.register_autograd(_return_rows, setup_context=_keep_arguments)
+class _WithHalo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
+        ctx.where = dim, halo, ranks, axis
+        above, below = halo_rows(x, dim, halo, 0.0, ranks, axis).split(list(halo), dim)
+        return torch.cat([above, x, below], dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dim, (before, after), *_ = ctx.where
+        above, inside, below = gradient.split([before, gradient.shape[dim] - before - after, after], dim)
+        total = inside.clone()
+        add_halo_gradients(total, torch.cat([above, below], dim), *ctx.where)
+        return total, None, None, None, None

@@ -87,13 +87,6 @@ def weight_by_channel(weight: Tensor | None, channels: Tensor, dtype: torch.dtyp
     return None if weight is None else weight.to(dtype).repeat(channels.shape[1] // len(weight))
 
 
-def evaluated(
-    channels: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-) -> Tensor:
-    """The batch norm with given moments."""
-    return F.batch_norm(channels, mean, variance, weight, bias, training=False, eps=eps)
-
-
 # -- operators that communicate ------------------------------------------------------------------------------------
 
 
@@ -120,7 +113,7 @@ def normalise(
     channels = as_channels(x, over_samples)
     mean, variance = (by_channel(moment, channels) for moment in moments[:2])
     weights = [weight_by_channel(vector, channels, mean.dtype) for vector in (weight, bias)]
-    return evaluated(channels, weights[0], weights[1], mean, variance, eps).view(x.shape)
+    return F.batch_norm(channels, mean, variance, *weights, training=False, eps=eps).view(x.shape)
 
 
 @torch.library.custom_op("autopar::normalise_backward", mutates_args=())
@@ -139,9 +132,12 @@ def normalise_backward(
     sums = torch.stack([of_shifts, of_scales])
     of_moments = (sums if scales is None else sums * scales).unflatten(1, (moments.shape[1], -1)).sum(2)
     on(axis, ranks).all_reduce(of_moments)
-    factors = of_moments / moments[2] * (moments[1] + eps).rsqrt()
-    shift, slope = (by_channel(factor, channels).neg() for factor in factors)
-    made += evaluated(channels, slope, shift, mean, variance, eps)
+    scale = (moments[1] + eps).rsqrt()
+    of_mean, slope = of_moments / moments[2] * scale
+    slope = slope * scale
+    shape = [1, -1, *[1] * (channels.dim() - 2)]
+    slope, shift = (by_channel(f, channels).view(shape) for f in (slope, slope * moments[0] - of_mean))
+    made.addcmul_(channels, slope, value=-1).add_(shift)  # in place: no further tensor of the part's size
     of_weight, of_bias = (total.unflatten(0, (-1, x.shape[1])).sum(0) for total in (of_scales, of_shifts))
     return made.view(x.shape), of_weight, of_bias
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.ir.layout import part_of
 from autopar.ops.collectives import on
-from autopar.ops.space.halo import halo_rows
+from autopar.ops.space.halo import with_halo
 
 CUBIC = -0.75  # torch's coefficient of cubic convolution
 # Mode by the number of dims that are resized, and whether it is cubic.
@@ -37,8 +37,7 @@ def halo_resize(
         whole_in, whole_out: rows of both pictures.
         unit_in, unit_out: rows that ranks share out together: ``whole_in / unit_in`` units of both pictures.
     """
-    above, below = halo_rows(x, dim, halo, 0.0, ranks, axis).split(list(halo), dim)
-    extended = torch.cat([above, x, below], dim)
+    extended = with_halo(x, dim, halo, ranks, axis)
     spatial = dim - x.dim() + len(size)
     others = [extended.shape[dim] if i == spatial else wanted for i, wanted in enumerate(size)]
     if list(extended.shape[2:]) != others:

@@ -6,13 +6,15 @@ a strip of a few rows: those of the neighbour, and the part's next to them. No o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.space.halo import halo_rows
+from autopar.ops.space.halo import add_halo_gradients, halo_rows, with_halo
 
 MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -54,27 +56,68 @@ def window_strips(size: int, before: int, span: int, stride: int) -> list[range]
 
 
 def over_windows(
-    compute: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor, dim: int, before: int, span: int, stride: int
+    compute: Callable[[Tensor], Tensor], x: Tensor, dim: int, halo: Halo, span: int, stride: int
 ) -> Tensor:
     """The outputs of all windows that begin at multiples of ``stride`` in a part that the rows before it extend.
 
     Args:
         compute: the outputs of the windows inside of a strip of rows, which is not padded in ``dim``.
-        rows: those before and after the part, see `halo_rows`.
-        before, span: as of `window_strips`.
+        span: as of `window_strips`.
     """
-    size = x.shape[dim]
+    strips = window_strips(x.shape[dim], halo.rows[0], span, stride)
+    return joined([compute(rows) for rows in _Strips.apply(x, dim, halo, strips)], dim)  # type: ignore[union-attr]
 
-    def rows_of(strip: range) -> Tensor:
-        begin, until = strip.start, strip.stop
-        pieces = [
-            rows.narrow(dim, begin + before, min(until, 0) - begin) if begin < 0 else None,
-            x.narrow(dim, max(begin, 0), min(until, size) - max(begin, 0)),
-            rows.narrow(dim, before, until - size) if until > size else None,
-        ]
-        return joined([piece for piece in pieces if piece is not None], dim)
 
-    return joined([compute(rows_of(strip)) for strip in window_strips(size, before, span, stride)], dim)
+@dataclass(frozen=True)
+class Halo:
+    """The rows before and after a part that it gets from its neighbours; arguments as of `halo_rows`."""
+
+    rows: Sequence[int]
+    border: float
+    ranks: int
+    axis: str
+
+
+class _Strips(torch.autograd.Function):
+    """Strips of a part and its halo. Autograd's slices would each make a gradient of the part's size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, halo: Halo, strips: list[range]) -> tuple[Tensor, ...]:
+        ctx.where = dim, halo, strips, x.shape
+        rows = halo_rows(x, dim, halo.rows, halo.border, halo.ranks, halo.axis)
+        size, before = x.shape[dim], halo.rows[0]
+
+        def rows_of(strip: range) -> Tensor:
+            begin, until = strip.start, strip.stop
+            pieces = [
+                rows.narrow(dim, begin + before, min(until, 0) - begin) if begin < 0 else None,
+                x.narrow(dim, max(begin, 0), min(until, size) - max(begin, 0)),
+                rows.narrow(dim, before, until - size) if until > size else None,
+            ]
+            return joined([piece for piece in pieces if piece is not None], dim)
+
+        return tuple(map(rows_of, strips))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dim, halo, strips, shape = ctx.where
+        size, before = shape[dim], halo.rows[0]
+        whole = next((g for g, strip in zip(gradients, strips) if strip == range(size)), None)
+        # Nothing else has the gradient of the strip inside: it is no view, and has one reader.
+        total = gradients[0].new_zeros(shape) if whole is None else whole
+        of_rows = gradients[0].new_zeros([sum(halo.rows) if i == dim else n for i, n in enumerate(shape)])
+        for gradient, strip in zip(gradients, strips):
+            begin, until = strip.start, strip.stop
+            if gradient is whole:
+                continue
+            if begin < 0:
+                of_rows.narrow(dim, begin + before, -begin).add_(gradient.narrow(dim, 0, -begin))
+            if until > size:
+                of_rows.narrow(dim, before, until - size).add_(gradient.narrow(dim, size - begin, until - size))
+            inside = max(begin, 0), min(until, size) - max(begin, 0)
+            total.narrow(dim, *inside).add_(gradient.narrow(dim, inside[0] - begin, inside[1]))
+        add_halo_gradients(total, of_rows, dim, halo.rows, halo.ranks, halo.axis)
+        return total, None, None, None
 
 
 def joined(pieces: list[Tensor], dim: int) -> Tensor:
@@ -99,9 +142,8 @@ def halo_convolution(
     def convolve(strip: Tensor) -> Tensor:
         return torch.convolution(strip, weight, bias, stride, others, dilation, False, [0] * len(padding), groups)
 
-    rows = halo_rows(x, dim, halo, 0.0, ranks, axis)
     span = dilation[spatial] * (weight.shape[spatial - len(padding)] - 1) + 1
-    return over_windows(convolve, x, rows, dim, halo[0], span, stride[spatial])
+    return over_windows(convolve, x, dim, Halo(halo, 0.0, ranks, axis), span, stride[spatial])
 
 
 @torch.library.impl("autopar::halo_conv_transpose", "CompositeImplicitAutograd")
@@ -110,11 +152,9 @@ def halo_conv_transpose(
     dilation: list[int], groups: int, dim: int, halo: list[int], ranks: int, axis: str,
 ) -> Tensor:  # fmt: skip
     """A rank's part of a transposed convolution; as much padding more cuts off what the rows of neighbours make."""
-    rows = halo_rows(x, dim, halo, 0.0, ranks, axis)
-    above, below = rows.split(list(halo), dim)
     spatial = dim - x.dim() + len(padding)
     cut = [amount + (halo[0] * stride[i] if i == spatial else 0) for i, amount in enumerate(padding)]
-    extended = torch.cat([above, x, below], dim)
+    extended = with_halo(x, dim, halo, ranks, axis)
     return torch.convolution(extended, weight, bias, stride, cut, dilation, True, output_padding, groups)
 
 
@@ -129,9 +169,8 @@ def halo_max_pool(
     def pool(strip: Tensor) -> Tensor:
         return MAX_POOL[len(padding)](strip, kernel_size, stride, others, dilation, ceil_mode)
 
-    rows = halo_rows(x, dim, halo, -torch.inf, ranks, axis)
     span = dilation[spatial] * (kernel_size[spatial] - 1) + 1
-    return over_windows(pool, x, rows, dim, halo[0], span, stride[spatial])
+    return over_windows(pool, x, dim, Halo(halo, -torch.inf, ranks, axis), span, stride[spatial])
 
 
 @torch.library.impl("autopar::halo_avg_pool", "CompositeImplicitAutograd")
@@ -146,5 +185,4 @@ def halo_avg_pool(
         options = {} if divisor is None else {"divisor_override": divisor}
         return AVG_POOL[len(padding)](strip, kernel_size, stride, others, ceil_mode, True, **options)
 
-    rows = halo_rows(x, dim, halo, 0.0, ranks, axis)
-    return over_windows(pool, x, rows, dim, halo[0], kernel_size[spatial], stride[spatial])
+    return over_windows(pool, x, dim, Halo(halo, 0.0, ranks, axis), kernel_size[spatial], stride[spatial])
