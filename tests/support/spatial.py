@@ -21,7 +21,7 @@ CLASSES = 10
 class UNet(nn.Module):
     """Convolutions with batch and group norms, strided and dilated ones, and all ways up: a logit for each pixel."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, classes: int = CLASSES) -> None:
         super().__init__()
         self.enter = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
         self.down1 = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(width, width, 3, padding=2, dilation=2), nn.ReLU())
@@ -31,7 +31,7 @@ class UNet(nn.Module):
         self.up1 = nn.ConvTranspose2d(width, width, 2, 2)
         self.merge = nn.Conv2d(2 * width, width, 3, padding=1)
         self.smooth = nn.AvgPool2d(3, 1, padding=1)
-        self.head = nn.Conv2d(4 * width, CLASSES, 1)
+        self.head = nn.Conv2d(4 * width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.enter(x)
@@ -51,13 +51,13 @@ class UNet(nn.Module):
 class Segmenter(nn.Module):
     """A backbone of timm, and a head that resizes and joins the maps of all its stages."""
 
-    def __init__(self, name: str, width: int = 16, **options: Any) -> None:
+    def __init__(self, name: str, width: int = 16, classes: int = CLASSES, **options: Any) -> None:
         super().__init__()
         self.backbone = timm.create_model(name, features_only=True, **options)
         widths = self.backbone.feature_info.channels()  # type: ignore[operator, union-attr]
         self.laterals = nn.ModuleList(nn.Conv2d(channels, width, 1) for channels in widths)
         self.head = nn.Sequential(nn.Conv2d(len(widths) * width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
-        self.classify = nn.Conv2d(width, CLASSES, 1)
+        self.classify = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         maps = [lateral(found) for lateral, found in zip(self.laterals, self.backbone(x))]
@@ -65,7 +65,8 @@ class Segmenter(nn.Module):
         return self.classify(self.head(torch.cat(maps, 1)))
 
 
-def segformer() -> nn.Module:
+def segformer(classes: int = CLASSES, **sizes: Any) -> nn.Module:
+    """SegFormer-B0, or one of other sizes."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
     class Logits(nn.Module):
@@ -73,12 +74,8 @@ def segformer() -> nn.Module:
 
         def __init__(self) -> None:
             super().__init__()
-            config = SegformerConfig(
-                depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 16, 32], decoder_hidden_size=16,
-                num_attention_heads=[1, 2, 2, 4], sr_ratios=[4, 2, 1, 1], drop_path_rate=0.0,
-                classifier_dropout_prob=0.0,
-            )  # fmt: skip
-            config.num_labels = CLASSES
+            config = SegformerConfig(drop_path_rate=0.0, classifier_dropout_prob=0.0, **sizes)
+            config.num_labels = classes
             self.model = SegformerForSemanticSegmentation(config)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -103,8 +100,19 @@ MODELS: dict[str, Case] = {
             "resnet50", num_classes=CLASSES, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16)
         ), 256, 64),
     "convnext": Case(lambda: Segmenter("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)), 256, 64),
-    "segformer": Case(segformer, 256, 64),
+    "segformer": Case(
+        lambda: segformer(
+            depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 16, 32], decoder_hidden_size=16,
+            num_attention_heads=[1, 2, 2, 4], sr_ratios=[4, 2, 1, 1],
+        ), 256, 64),
 }  # fmt: skip
+# Of usual widths: activations are nearly all of their memory. Logits, which are few here, are whole on every rank.
+LARGE_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "unet": lambda: UNet(16, classes=2),
+    "resnet50": lambda: timm.create_model("resnet50"),
+    "convnext": lambda: Segmenter("convnext_atto", width=64, classes=2),
+    "segformer": lambda: segformer(classes=2),
+}
 
 
 def spatial_labels(graph: Graph, ranks: int, letter: str = "y0") -> Mapping[str, str]:

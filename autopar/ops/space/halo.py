@@ -15,6 +15,8 @@ from torch import Tensor
 
 from autopar.ops.collectives import empty_resized, on
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dims
+
 
 @torch.library.custom_op("autopar::halo_rows", mutates_args=())
 def halo_rows(x: Tensor, dim: int, halo: Sequence[int], border: float, ranks: int, axis: str) -> Tensor:
@@ -69,6 +71,13 @@ def add_halo_gradients(total: Tensor, of_halo: Tensor, dim: int, halo: Sequence[
     total.narrow(dim, total.shape[dim] - before, before).add_(of_last)
 
 
+def halo_like(x: Tensor, dim: int, halo: Sequence[int], border: float, ranks: int, axis: str) -> Tensor:
+    """As `halo_rows`, in the memory format of ``x``: kernels and `torch.cat` go by the formats of all operands."""
+    rows, last = halo_rows(x, dim, halo, border, ranks, axis), CHANNELS_LAST.get(x.dim())
+    is_last = last is not None and x.is_contiguous(memory_format=last) and not x.is_contiguous()
+    return rows.contiguous(memory_format=last) if last is not None and is_last else rows
+
+
 def with_halo(x: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
     """A part between the rows of its neighbours; zeros beyond the picture."""
     return _WithHalo.apply(x, dim, halo, ranks, axis)  # type: ignore[return-value]
@@ -78,7 +87,7 @@ class _WithHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, halo: Sequence[int], ranks: int, axis: str) -> Tensor:
         ctx.where = dim, halo, ranks, axis
-        above, below = halo_rows(x, dim, halo, 0.0, ranks, axis).split(list(halo), dim)
+        above, below = halo_like(x, dim, halo, 0.0, ranks, axis).split(list(halo), dim)
         return torch.cat([above, x, below], dim)
 
     @staticmethod

@@ -147,12 +147,17 @@ def _moments(x: Tensor, groups: int, over_samples: bool, ranks: int, axis: str) 
     return x.new_empty([MOMENTS, num_moments(x, groups, over_samples)], dtype=wide_dtype(x))
 
 
+def like_part(x: Tensor, over_samples: bool) -> Tensor:
+    """An empty tensor laid out as the results of `as_channels` are."""
+    return torch.empty_like(x) if over_samples else x.new_empty(x.shape)
+
+
 @normalise.register_fake
 def _normalised(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, over_samples: bool, eps: float,
     ranks: int, axis: str,
 ) -> Tensor:  # fmt: skip
-    return torch.empty_like(x)
+    return like_part(x, over_samples)
 
 
 @normalise_backward.register_fake
@@ -161,7 +166,7 @@ def _gradients(
     ranks: int, axis: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     vector = x.new_empty([x.shape[1]], dtype=wide_dtype(x))
-    return torch.empty_like(x), vector, torch.empty_like(vector)
+    return like_part(x, over_samples), vector, torch.empty_like(vector)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.space.halo import add_halo_gradients, halo_rows, with_halo
+from autopar.ops.space.halo import add_halo_gradients, halo_like, with_halo
 
 MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -70,7 +70,7 @@ def over_windows(
 
 @dataclass(frozen=True)
 class Halo:
-    """The rows before and after a part that it gets from its neighbours; arguments as of `halo_rows`."""
+    """The rows before and after a part that it gets from its neighbours; arguments as of `halo_like`."""
 
     rows: Sequence[int]
     border: float
@@ -84,7 +84,7 @@ class _Strips(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, halo: Halo, strips: list[range]) -> tuple[Tensor, ...]:
         ctx.where = dim, halo, strips, x.shape
-        rows = halo_rows(x, dim, halo.rows, halo.border, halo.ranks, halo.axis)
+        rows = halo_like(x, dim, halo.rows, halo.border, halo.ranks, halo.axis)
         size, before = x.shape[dim], halo.rows[0]
 
         def rows_of(strip: range) -> Tensor:
