@@ -19,8 +19,9 @@ HALOS = frozenset(
 )
 GROUP_NORM = "autopar.split_group_norm.default"
 NORMS = frozenset((GROUP_NORM, "autopar.split_batch_norm.default"))
+EXCHANGING = HALOS | NORMS
 # Operators of `autopar.ops.space`, whose kernels torch.compile does not fuse with others.
-UNFUSED = HALOS | NORMS | {"autopar.part_mean.default"}
+UNFUSED = EXCHANGING | {"autopar.part_mean.default"}
 WINDOWS = frozenset(f"autopar.halo_{name}.default" for name in ("convolution", "max_pool", "avg_pool"))
 SUMS = 2  # of a norm's backward
 

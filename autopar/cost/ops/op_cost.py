@@ -26,7 +26,7 @@ from autopar.ir.layout import TP
 from autopar.ir.strategies import ReshardingCost
 from autopar.ops.registry import named_arguments, operand_of
 from autopar.sharding.buffer_sizes import exchange_buffer_bytes, symmetric_buffer_bytes
-from autopar.sharding.exchanges import UNFUSED
+from autopar.sharding.exchanges import EXCHANGING, UNFUSED
 from autopar.sharding.reshard import reshard_step
 
 # A complex multiplication is a few real ones of this precision.
@@ -219,10 +219,10 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
     if is_collective(op):
         return collective_cost(op, pricing)
     cost = local_op_cost(op, pricing, pricing.num_bytes)
-    part = pricing.graph.readable[op.reads[0]] if op.reads else None
-    buffer_bytes = max(exchange_buffer_bytes(op, part, TP), default=0) if part else 0
-    if part is None or not buffer_bytes:
+    if op.target not in EXCHANGING:
         return cost
+    part = pricing.graph.readable[op.reads[0]]
+    buffer_bytes = max(exchange_buffer_bytes(op, part, TP))
     collectives = exchange_cost(op, part, pricing.batch / pricing.graph.batch, pricing.hardware)
     return cost.exchanging(collectives, round(pricing.scaled(buffer_bytes, op.name)))
 

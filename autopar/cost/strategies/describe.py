@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.layout import Layout, pattern_of
 from autopar.ir.plan_parts import BlockSharding, Collective
 from autopar.sharding.batch_dim import sample_dims
-from autopar.sharding.exchanges import HALOS, NORMS, exchanges
+from autopar.sharding.exchanges import EXCHANGING, exchanges
 from autopar.sharding.reshard import reshard_step
 from autopar.sharding.rule import Rule, has_letter
 
@@ -215,7 +215,7 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
 
 def collectives_inside(op: Op, pricing: Pricing) -> Iterator[Collective]:
     """The collectives inside of an operation on a part of a picture."""
-    if op.target not in HALOS | NORMS:
+    if op.target not in EXCHANGING:
         return
     scale = pricing.batch / pricing.graph.batch
     for exchange in exchanges(op, pricing.graph.readable[op.reads[0]]):

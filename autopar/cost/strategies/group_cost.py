@@ -30,6 +30,7 @@ from autopar.sharding.exchanges import saved_strip_bytes
 from autopar.sharding.fuse_linear import after_layer, is_layer
 from autopar.sharding.localise import localised
 from autopar.sharding.reshard import ReshardStep, reshard_steps
+from autopar.sharding.rule import factor_of
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,9 @@ class GroupCosting:
 
     def strip_bytes(self, op: Op) -> int:
         """Bytes that the first rank's part of an operation saves next to its borders."""
-        return saved_strip_bytes(*self.local(op)) if self.sharding.strategies[op.name].label else 0
+        rule = self.group.context.book.rule(op)
+        has_halo = rule is not None and factor_of(self.sharding.strategies[op.name].label).letter in rule.halos
+        return saved_strip_bytes(*self.local(op)) if has_halo else 0
 
     def local(self, op: Op) -> tuple[Op, Value]:
         """The first rank's part of a split operation, and of its first operand."""

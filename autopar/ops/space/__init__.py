@@ -5,8 +5,8 @@ Output: the part of what the operator of the whole picture computes. The operato
 
 | operator | exchanged forward | exchanged backward |
 |---|---|---|
-| halo_convolution, halo_conv_transpose, halo_max_pool, halo_avg_pool, halo_resize | rows next to the part, the halo | \
-the gradients of these rows |
+| halo_convolution, halo_conv_transpose, halo_resize | rows next to the part: the halo | gradients of these rows |
+| halo_max_pool, halo_avg_pool | as above | as above |
 | split_batch_norm, split_group_norm | mean and variance of each part | two sums |
 | part_mean | nothing: the result is a summand | nothing |
 

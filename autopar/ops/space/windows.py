@@ -56,7 +56,7 @@ def window_strips(size: int, before: int, span: int, stride: int) -> list[range]
 
 
 def over_windows(
-    compute: Callable[[Tensor], Tensor], x: Tensor, dim: int, halo: Halo, span: int, stride: int
+    compute: Callable[[Tensor], Tensor], x: Tensor, dim: int, halo: HaloExchange, span: int, stride: int
 ) -> Tensor:
     """The outputs of all windows that begin at multiples of ``stride`` in a part that the rows before it extend.
 
@@ -69,7 +69,7 @@ def over_windows(
 
 
 @dataclass(frozen=True)
-class Halo:
+class HaloExchange:
     """The rows before and after a part that it gets from its neighbours; arguments as of `halo_like`."""
 
     rows: Sequence[int]
@@ -82,7 +82,7 @@ class _Strips(torch.autograd.Function):
     """Strips of a part and its halo. Autograd's slices would each make a gradient of the part's size."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, halo: Halo, strips: list[range]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, dim: int, halo: HaloExchange, strips: list[range]) -> tuple[Tensor, ...]:
         ctx.where = dim, halo, strips, x.shape
         rows = halo_like(x, dim, halo.rows, halo.border, halo.ranks, halo.axis)
         size, before = x.shape[dim], halo.rows[0]
@@ -143,7 +143,7 @@ def halo_convolution(
         return torch.convolution(strip, weight, bias, stride, others, dilation, False, [0] * len(padding), groups)
 
     span = dilation[spatial] * (weight.shape[spatial - len(padding)] - 1) + 1
-    return over_windows(convolve, x, dim, Halo(halo, 0.0, ranks, axis), span, stride[spatial])
+    return over_windows(convolve, x, dim, HaloExchange(halo, 0.0, ranks, axis), span, stride[spatial])
 
 
 @torch.library.impl("autopar::halo_conv_transpose", "CompositeImplicitAutograd")
@@ -170,7 +170,7 @@ def halo_max_pool(
         return MAX_POOL[len(padding)](strip, kernel_size, stride, others, dilation, ceil_mode)
 
     span = dilation[spatial] * (kernel_size[spatial] - 1) + 1
-    return over_windows(pool, x, dim, Halo(halo, -torch.inf, ranks, axis), span, stride[spatial])
+    return over_windows(pool, x, dim, HaloExchange(halo, -torch.inf, ranks, axis), span, stride[spatial])
 
 
 @torch.library.impl("autopar::halo_avg_pool", "CompositeImplicitAutograd")
@@ -185,4 +185,4 @@ def halo_avg_pool(
         options = {} if divisor is None else {"divisor_override": divisor}
         return AVG_POOL[len(padding)](strip, kernel_size, stride, others, ceil_mode, True, **options)
 
-    return over_windows(pool, x, dim, Halo(halo, 0.0, ranks, axis), kernel_size[spatial], stride[spatial])
+    return over_windows(pool, x, dim, HaloExchange(halo, 0.0, ranks, axis), kernel_size[spatial], stride[spatial])

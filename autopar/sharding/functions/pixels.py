@@ -9,7 +9,7 @@ Windows that reach over the end of a part give its letter a halo. The local oper
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -183,8 +183,12 @@ def avg_pool(dims: int) -> RuleFunction:
     return pooled(dims, window)
 
 
-def pooled(dims: int, window: Any) -> RuleFunction:
-    """A rule for windows over the last ``dims`` dims."""
+def pooled(dims: int, window: Callable[[BoundCall, int], Window | None]) -> RuleFunction:
+    """A rule for windows over the last ``dims`` dims.
+
+    Args:
+        window: that of a call over one of these dims; None for dims that are whole.
+    """
 
     def rule(call: BoundCall) -> Rule | None:
         shape, made = call.operands[0], call.outputs[0]
@@ -231,7 +235,7 @@ def resized_cubically(dims: int) -> RuleFunction:
     return resized(dims, 3, lambda read, made: Halo(2, 2))
 
 
-def resized(dims: int, scales: int, halo: Any) -> RuleFunction:
+def resized(dims: int, scales: int, halo: Callable[[int, int], Halo | None]) -> RuleFunction:
     """A rule for interpolation of the last ``dims`` dims: parts of ``y · a`` rows become parts of ``y · b``.
 
     Args:
