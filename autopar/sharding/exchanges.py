@@ -72,7 +72,15 @@ def saved_strip_bytes(op: Op, part: Value) -> int:
     dim, (before, after), *_ = op.args[-4:]
     row_bytes = prod(part.shape) // part.shape[dim] * DTYPE_BYTES[part.dtype]
     if op.target in WINDOWS:
-        rows, stride = part.shape[dim], part.shape[dim] // op.outputs[0].shape[dim]
-        strips = window_strips(rows, before, stride + before + after, stride)
-        return row_bytes * sum(len(strip) for strip in strips if strip.start < 0 or strip.stop > rows)
+        return row_bytes * sum(map(len, border_strips(op, part)))
     return row_bytes * (before + part.shape[dim] + after) if "conv" in op.target else 0
+
+
+def border_strips(op: Op, part: Value) -> list[range]:
+    """Strips of rows that windows over the ends of a part read; arguments as of `exchanges`."""
+    if op.target not in WINDOWS:
+        return []
+    dim, (before, after), *_ = op.args[-4:]
+    rows, stride = part.shape[dim], part.shape[dim] // op.outputs[0].shape[dim]
+    strips = window_strips(rows, before, stride + before + after, stride)
+    return [strip for strip in strips if strip.start < 0 or strip.stop > rows]

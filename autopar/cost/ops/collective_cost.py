@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from autopar.ir.graph import Op, Value
 from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
-from autopar.sharding.exchanges import exchanges
+from autopar.sharding.exchanges import border_strips, exchanges
 from autopar.sharding.reshard import ReshardStep
 
 
@@ -57,6 +57,21 @@ def exchange_cost(op: Op, part: Value, scale: float, hardware: Hardware) -> Resh
         ranks = op.args[-2]
         seconds[exchange.is_backward] += hardware.collective_seconds(exchange.kind, scale * exchange.num_bytes, ranks)
     return ReshardingCost(seconds[False], seconds[True])
+
+
+def window_copy_cost(op: Op, part: Value, scale: float, hardware: Hardware) -> ReshardingCost:
+    """Seconds in which windows over a part's ends are computed apart: strips, and one tensor made of all results.
+
+    Args:
+        op, part, scale: as of `exchange_cost`.
+    Error: a strip's kernels are counted as launches alone.
+    """
+    strips = border_strips(op, part)
+    if not strips:
+        return ReshardingCost(0.0, 0.0)
+    copied = hardware.op_seconds("memory", 0.0, 2 * scale * op.outputs[0].num_bytes, "")
+    backward = copied + 2 * len(strips) * hardware.launch_seconds if op.outputs[0].requires_grad else 0.0
+    return ReshardingCost(copied + len(strips) * hardware.launch_seconds, backward)
 
 
 def full_tensor_bytes(step: ReshardStep, source_bytes: float, made_bytes: float, ranks: int) -> float:

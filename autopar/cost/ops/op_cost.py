@@ -9,7 +9,13 @@ from math import hypot
 from types import MappingProxyType
 
 from autopar.cost.groups.grouping import batch_dependent_names
-from autopar.cost.ops.collective_cost import exchange_cost, full_tensor_bytes, is_collective, reshard_step_cost
+from autopar.cost.ops.collective_cost import (
+    exchange_cost,
+    full_tensor_bytes,
+    is_collective,
+    reshard_step_cost,
+    window_copy_cost,
+)
 from autopar.cost.ops.fused_cost import column_sum_seconds, fused_seconds
 from autopar.cost.ops.kernel_shapes import group_padding, shape_slowdowns
 from autopar.cost.ops.memory_traffic import (
@@ -80,12 +86,12 @@ class OpCost:
             extra_traffic_seconds=self.extra_traffic_seconds * factor.backward,
         )
 
-    def exchanging(self, collectives: ReshardingCost, buffer_bytes: int = 0) -> OpCost:
-        """The cost with collectives inside of the operation."""
+    def exchanging(self, collectives: ReshardingCost, copies: ReshardingCost, buffer_bytes: int = 0) -> OpCost:
+        """The cost with collectives inside of the operation, and copies around them."""
         return replace(
             self,
-            forward_seconds=self.forward_seconds + collectives.forward_seconds,
-            backward_seconds=self.backward_seconds + collectives.backward_seconds,
+            forward_seconds=self.forward_seconds + collectives.forward_seconds + copies.forward_seconds,
+            backward_seconds=self.backward_seconds + collectives.backward_seconds + copies.backward_seconds,
             symmetric_buffer_bytes=buffer_bytes,
             collectives=collectives,
         )
@@ -223,8 +229,8 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
         return cost
     part = pricing.graph.readable[op.reads[0]]
     buffer_bytes = max(exchange_buffer_bytes(op, part, TP))
-    collectives = exchange_cost(op, part, pricing.batch / pricing.graph.batch, pricing.hardware)
-    return cost.exchanging(collectives, round(pricing.scaled(buffer_bytes, op.name)))
+    here = op, part, pricing.batch / pricing.graph.batch, pricing.hardware
+    return cost.exchanging(exchange_cost(*here), window_copy_cost(*here), round(pricing.scaled(buffer_bytes, op.name)))
 
 
 def kernel_seconds(

@@ -17,9 +17,9 @@ from math import prod
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import exchange_cost, reshard_step_cost, sum_costs
+from autopar.cost.ops.collective_cost import exchange_cost, reshard_step_cost, sum_costs, window_copy_cost
 from autopar.cost.ops.kernel_shapes import TILE_ROWS, product_slowdown
-from autopar.cost.ops.op_cost import NO_COLLECTIVES, OpCost, Pricing, local_op_cost
+from autopar.cost.ops.op_cost import OpCost, Pricing, local_op_cost
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
@@ -238,14 +238,11 @@ class GroupCosting:
         key = (least, pricing.op_numbers[op.name], split, *map(layouts.__getitem__, names))
         if key not in self.group.known:
             cost = local_op_cost(op, pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
-            exchanged = self.exchange_cost(op) if split else NO_COLLECTIVES
-            self.group.known[key] = cost if exchanged == NO_COLLECTIVES else cost.exchanging(exchanged)
+            if split:
+                here = *self.local(op), pricing.batch / pricing.graph.batch, pricing.hardware
+                cost = cost.exchanging(exchange_cost(*here), window_copy_cost(*here))
+            self.group.known[key] = cost
         return self.group.known[key]
-
-    def exchange_cost(self, op: Op) -> ReshardingCost:
-        """Seconds of the collectives inside of the first rank's part of an operation."""
-        pricing = self.group.pricing
-        return exchange_cost(*self.local(op), pricing.batch / pricing.graph.batch, pricing.hardware)
 
     def strip_bytes(self, op: Op) -> int:
         """Bytes that the first rank's part of an operation saves next to its borders."""

@@ -27,7 +27,7 @@ from autopar.solve.shardings.variables import agrees
 from autopar.trace.trace import trace
 
 RANKS = 2
-FAST = replace(MACHINE, peak_flops={"float32": 1e9}, memory_bytes_per_second=1e10, collective=Link(1e-6, 1e9))
+FAST = replace(MACHINE, peak_flops={"float32": 1e9}, memory_bytes_per_second=1e12, collective=Link(1e-6, 1e9))
 
 
 class Network(nn.Module):
