@@ -19,8 +19,11 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 CUSTOM_PASS = "post_grad_custom_post_pass"  # one of torch._inductor.list_options()
-# Operators with an axis that only ask for this process's rank on it.
-WITHOUT_MESSAGES = ("autopar::shard", "autopar::pad", "autopar::first_rank", "autopar::uniform")
+# Operators with an axis that only ask for this process's rank on it, or name it for their backward.
+WITHOUT_MESSAGES = (
+    "autopar::shard", "autopar::pad", "autopar::first_rank", "autopar::uniform", "autopar::interpolated_rows",
+    "autopar::normalise",
+)  # fmt: skip
 
 
 class CollectivesInOrder(CustomGraphPass):

@@ -17,6 +17,7 @@ CONVOLUTIONS = {
     *(f"aten.conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)),
     "aten.convolution", "autopar.patch_convolution", "autopar.place_convolution", "autopar.padded_convolution",
     "autopar.convolution_split",
+    "autopar.halo_convolution", "autopar.halo_conv_transpose",
 }  # fmt: skip
 MATRIX_PRODUCTS = {
     *(f"aten.{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),

@@ -20,6 +20,10 @@ import autopar.ops.counter_rng
 import autopar.ops.gradient_layout
 import autopar.ops.padded_convolution
 import autopar.ops.patch_embed
+import autopar.ops.space.mean
+import autopar.ops.space.norms
+import autopar.ops.space.resize
+import autopar.ops.space.windows
 import autopar.ops.split_backward
 import autopar.ops.wgrad_accumulation  # noqa: F401  (these define operators of torch.ops.autopar)
 from autopar.ir.graph import Graph, LocalDevice, Op, Ref, Value, dtype_name

@@ -39,7 +39,7 @@ from autopar.runtime.optim.step import Updater
 from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, RankStepResult, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
-from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
+from autopar.sharding.buffer_sizes import program_exchange_bytes, symmetric_buffer_bytes
 from autopar.sharding.tensors import with_strides
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
@@ -159,6 +159,7 @@ class Rank:
             communicator = on(name)
             ops = [op for program in programs for op in program.ops]
             buffer_bytes = [num for op in ops for num in symmetric_buffer_bytes(op, axis, communicator.ranks)]
+            buffer_bytes += [num for program in programs for num in program_exchange_bytes(program, axis)]
             if buffer_bytes:
                 communicator.reserve(max(buffer_bytes))
         tensors = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}

@@ -9,7 +9,8 @@ On several axes the graph is sharded over one after the other; collectives of th
 
 Read rule (rules, strategies, layouts), table with parse and functions (the rule of every operator), bound_call and
 lookup (the rule of one operation), propagate (the strategy of every operation), reshard (collectives between two
-layouts), localise and shard_graph (the local graph), fuse_linear and buffer_sizes (async tensor parallelism and its
+layouts), local_op, localise, localise_space and shard_graph (the local graph), exchanges (collectives inside of
+operations on parts of pictures), fuse_linear and buffer_sizes (async tensor parallelism and its
 buffers), batch_dim (where the samples lie), batch_join (how a batch's values follow from its microbatches'), outputs
 (joined by it), tensors (cutting and joining whole tensors).
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from autopar.ir.graph import Op
-from autopar.sharding.rule import Dims, Rule, has_letter
+from autopar.sharding.rule import Dims, Halo, Rule, has_letter
 
 Shape = tuple[int, ...]
 
@@ -44,6 +44,7 @@ def make_rule(
     summed: Iterable[str] = (),
     added: Iterable[int] = (),
     unread: Iterable[str] = (),
+    halos: Mapping[str, Halo] | None = None,
 ) -> Rule | None:
     """The rule with these letters; None where they do not match the shapes.
 
@@ -57,6 +58,7 @@ def make_rule(
         summed: letters that no output has and that are summed over.
         added: operands that enter a sum as one further summand.
         unread: letters of operands whose values are not read.
+        halos: see `Rule`.
     """
     tensors = [*zip(operands, call.operands), *zip(outputs, call.outputs)]
     if len(operands) != len(call.operands) or len(outputs) != len(call.outputs):
@@ -73,7 +75,8 @@ def make_rule(
     free = everywhere | (nowhere & (set(summed) | set(unread)))
     used = {letter: size for letter, size in size_of.items() if any(has_letter(dims, letter) for dims, _ in tensors)}
     unsplit = frozenset(letter for letter in used if letter not in free) | frozenset(whole) & frozenset(used)
-    return Rule(tuple(operands), tuple(outputs), used, unsplit, frozenset(added), frozenset(unread) & frozenset(used))
+    not_read = frozenset(unread) & frozenset(used)
+    return Rule(tuple(operands), tuple(outputs), used, unsplit, frozenset(added), not_read, halos or {})
 
 
 def dim_letters(shape: Shape, prefix: str = "d") -> Dims:

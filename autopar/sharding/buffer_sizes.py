@@ -31,9 +31,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 from autopar.ir.comm_sizes import round_up
-from autopar.ir.graph import DTYPE_BYTES, Op
+from autopar.ir.graph import DTYPE_BYTES, Op, Value
 from autopar.ir.network import CollectiveKind
+from autopar.ir.program import Program
 from autopar.ops.collectives import part_size
+from autopar.sharding.exchanges import exchanges
 from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # Elements of each rank's buffer, from the elements of the whole tensor and the number of ranks.
@@ -51,6 +53,21 @@ def symmetric_buffer_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
     step = reshard_step(op)
     if step is not None and axis in step.args:
         yield from collective_buffer_bytes(step, op, ranks)
+
+
+def exchange_buffer_bytes(op: Op, part: Value, axis: str) -> Iterator[int]:
+    """Buffer bytes of the collectives inside of an operation over an axis; arguments as of `exchanges`."""
+    for exchange in exchanges(op, part) if axis in op.args else ():
+        ranks = op.args[-2]
+        yield BUFFER_NUMEL[exchange.kind](exchange.numel, ranks) * exchange.itemsize
+
+
+def program_exchange_bytes(program: Program, axis: str) -> Iterator[int]:
+    """Buffer bytes of the collectives inside of a program's operations over an axis."""
+    values = {value.name: value for value in program.values}
+    for op in program.ops:
+        if op.reads and op.reads[0] in values:
+            yield from exchange_buffer_bytes(op, values[op.reads[0]], axis)
 
 
 def collective_buffer_bytes(step: ReshardStep, op: Op, ranks: int) -> Iterator[int]:

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from autopar.ir.graph import Op, Value, dense_strides
-from autopar.ir.layout import Layout, Split
+from autopar.ir.layout import Split
+from autopar.sharding import localise_space
 from autopar.sharding.bound_call import Shape, argument
+from autopar.sharding.local_op import LocalOp, with_argument
 from autopar.sharding.lookup import key_of
-from autopar.sharding.rule import Factor, Rule, Strategy, factor_of
-
-
-@dataclass(frozen=True)
-class LocalOp:
-    """An operation with its outputs' layouts and local shapes, the factor that is split, and the ranks."""
-
-    op: Op
-    layouts: tuple[Layout, ...]
-    shapes: tuple[Shape, ...]
-    factor: Factor
-    ranks: int
-    rank: int
-
-    @property
-    def letter(self) -> str:
-        """The letter that is split; empty where none is."""
-        return self.factor.letter
-
-    def share(self, size: int) -> int:
-        """This rank's number of a letter's ``size`` elements."""
-        split = Split(0, self.factor.parts, unit=self.factor.unit)
-        return self.factor.parts * len(split.part(size, self.ranks, self.rank))
+from autopar.sharding.rule import Rule, Strategy, factor_of
 
 
 def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int, rank: int = 0) -> Op:
@@ -49,7 +28,7 @@ def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int, rank: int = 0)
     sizes = {split.axis: ranks for made in strategy.outputs for split in made.splits}
     index = dict.fromkeys(sizes, rank)
     shapes = tuple(made.local_shape(v.shape, sizes, index) for made, v in zip(strategy.outputs, op.outputs))
-    part = LocalOp(op, strategy.outputs, shapes, factor_of(strategy.label), ranks, rank)
+    part = LocalOp(op, rule, strategy.outputs, shapes, factor_of(strategy.label), ranks, rank)
     outputs = tuple(local_value(value, shape) for value, shape in zip(op.outputs, shapes))
     key = key_of(op.target)
     localise = (LOCALISED if part.letter else ALWAYS_LOCALISED).get(key or "", unchanged)
@@ -84,17 +63,6 @@ def reshaped_alike(part: LocalOp) -> Op:
 def local_size(position: int, name: str) -> Callable[[LocalOp], Op]:
     """A function that replaces the output's whole shape in an argument by the local shape."""
     return lambda part: with_argument(part.op, position, name, part.shapes[0])
-
-
-def local_groups(position: int, name: str) -> Callable[[LocalOp], Op]:
-    """A function that replaces the number of groups by a rank's number where groups are split."""
-
-    def localise(part: LocalOp) -> Op:
-        if part.letter != "g":
-            return part.op
-        return with_argument(part.op, position, name, part.share(argument(part.op, position, name)))
-
-    return localise
 
 
 def local_repeats(name: str) -> Callable[[LocalOp], Op]:
@@ -164,13 +132,6 @@ def ragged_part(split: Split, shape: Shape, rank: int) -> tuple[int, int, int]:
     return shape[split.dim] // split.outer, split.unit, rank
 
 
-def with_argument(op: Op, position: int, name: str, value: Any) -> Op:
-    """The operation with another value of an argument, given by position or by name."""
-    if len(op.args) > position:
-        return replace(op, args=(*op.args[:position], value, *op.args[position + 1 :]))
-    return replace(op, kwargs=tuple((dict(op.kwargs) | {name: value}).items()))
-
-
 # Even if replicated, these require strides that their input may lack.
 ALWAYS_LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {"view.default": reshaped, "view_as": reshaped_alike}
 
@@ -184,13 +145,6 @@ LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {
     "broadcast_to": local_size(1, "size"),
     "repeat": local_repeats("repeats"),
     "tile": local_repeats("dims"),
-    "conv1d": local_groups(6, "groups"),
-    "conv2d": local_groups(6, "groups"),
-    "conv3d": local_groups(6, "groups"),
-    "conv_transpose1d": local_groups(6, "groups"),
-    "conv_transpose2d": local_groups(6, "groups"),
-    "conv_transpose3d": local_groups(6, "groups"),
-    "group_norm": local_groups(1, "num_groups"),
     "split.Tensor": local_split_size,
     "split.sizes": local_split_sizes("split_size"),
     "split_with_sizes": local_split_sizes("split_sizes"),
@@ -200,4 +154,5 @@ LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {
     "autopar.reduce_scatter": local_outer(1),
     "autopar.all_gather": local_outer(1),
     "autopar.all_to_all": local_outer(1, 3),
+    **localise_space.LOCALISED,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
@@ -53,14 +53,10 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
             decided = replicated(op)
         else:
             rules[op.name] = rule
-            decided = state_preserving(
-                op, rule, choose_strategy(op, rule, labels, layouts, graph, axis), stored, axis.ranks
-            )
-        operands = tuple(
-            without_gradient_sum(read, name in trained) for name, read in zip(op.reads, decided.operands, strict=True)
-        )
+            preferred = in_gradients(op, choose_strategy(op, rule, labels, layouts, graph, axis), trained)
+            decided = in_gradients(op, state_preserving(op, rule, preferred, stored, axis.ranks), trained)
         check_updates(op, decided, stored)
-        chosen[op.name] = Strategy(decided.label, operands, decided.outputs)
+        chosen[op.name] = decided
         layouts |= {value.name: layout for value, layout in zip(op.outputs, decided.outputs, strict=True)}
     return GraphSharding(rules, chosen, layouts)
 
@@ -129,6 +125,13 @@ def storage_layout(layouts: set[Layout]) -> Layout:
 def trained_names(graph: Graph) -> frozenset[str]:
     """Names of the values and weights that get a gradient; a model may be trained in eval mode too."""
     return frozenset(x.name for x in (*graph.values.values(), *graph.weights) if x.requires_grad)
+
+
+def in_gradients(op: Op, found: Strategy, trained: Collection[str]) -> Strategy:
+    """The strategy without partial gradients for operands that have no gradient."""
+    pairs = zip(op.reads, found.operands, strict=True)
+    operands = tuple(without_gradient_sum(layout, name in trained) for name, layout in pairs)
+    return Strategy(found.label, operands, found.outputs)
 
 
 def without_gradient_sum(layout: Layout, trained: bool) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -14,6 +14,14 @@ from autopar.ir.layout import REPLICATED, TP, Layout, Split, broadcast_layout, p
 Dims = tuple[tuple[str, ...], ...]
 REPLICATE = ""
 LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?(?:@([1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Elements of a dim before and after a rank's part that its part of an operation reads too."""
+
+    before: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class Rule:
         whole: letters that are never split.
         added: operands that enter a sum over letters as one further summand (a bias). Only the first rank adds it.
         unread: letters of operands of which only dtype and device are read; the outputs are replicated in any case.
+        halos: of letters whose parts overlap in the first operand; the operation gets its halo from the neighbours.
 
     Invariants: a letter stands in at most one dim of a tensor, unless it is whole; a letter that is not whole stands in
     all outputs or in none.
@@ -38,6 +47,7 @@ class Rule:
     whole: frozenset[str] = frozenset()
     added: frozenset[int] = frozenset()
     unread: frozenset[str] = frozenset()
+    halos: Mapping[str, Halo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for dims in self.operands + self.outputs:
@@ -57,7 +67,10 @@ class Rule:
         return tuple(letter for letter in dict.fromkeys(letters) if letter not in self.whole)
 
     def __str__(self) -> str:
-        """The rule as text: ``!`` whole, ``?`` unread, ``+`` added, ``(q h d)`` several factors, ``1`` never split."""
+        """The rule as text: ``!`` whole, ``?`` unread, ``+`` added, ``(q h d)`` several factors, ``1`` never split.
+
+        ``y~`` has a halo.
+        """
         operands = ", ".join("+" * (i in self.added) + self.words(dims) for i, dims in enumerate(self.operands))
         return f"{operands} -> {', '.join(map(self.words, self.outputs))}".strip()
 
@@ -65,7 +78,9 @@ class Rule:
         """One tensor's dims as text."""
 
         def word(dim: tuple[str, ...]) -> str:
-            letters = " ".join(x + "!" * (x in self.whole) + "?" * (x in self.unread) for x in dim)
+            letters = " ".join(
+                x + "!" * (x in self.whole) + "?" * (x in self.unread) + "~" * (x in self.halos) for x in dim
+            )
             return f"({letters})" if len(dim) > 1 else letters or "1"
 
         return " ".join(map(word, dims))
@@ -107,6 +122,8 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     letter = factor.letter
     if letter not in rule.free or not rule.sizes[letter] or not factor.fits(rule.sizes[letter], ranks):
         return None
+    if letter in rule.halos and not reaches_neighbours(rule, factor, ranks):
+        return None
     summed = not any(has_letter(dims, letter) for dims in rule.outputs)
 
     def read(number: int, dims: Dims) -> Layout:
@@ -123,6 +140,13 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
 
     operands = tuple(read(number, dims) for number, dims in enumerate(rule.operands))
     return Strategy(label, operands, tuple(map(made, rule.outputs)))
+
+
+def reaches_neighbours(rule: Rule, factor: Factor, ranks: int) -> bool:
+    """Whether the halo of each rank's part lies in the parts of its neighbours alone."""
+    halo, (split,) = rule.halos[factor.letter], factor_layout(rule, rule.operands[0], factor, TP).splits
+    size = prod(rule.sizes[x] for x in rule.operands[0][split.dim])
+    return split.outer == 1 and len(split.part(size, ranks, ranks - 1)) >= max(halo.before, halo.after)
 
 
 @dataclass(frozen=True)

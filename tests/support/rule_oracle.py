@@ -5,11 +5,13 @@ It shares only types with autopar: parts are cut and joined here by reading a di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from autopar.sharding.rule import Rule, Strategy
 from support.rule_cases import Case
 
 Tensors = Mapping[str, Tensor]
+Result = TypeVar("Result")
 STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
 UNINITIALISED = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
 
@@ -96,22 +99,21 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
     arriving = [torch.randn_like(y) if y.requires_grad else torch.zeros_like(y) for y in made]
     wanted = gradients(made, read, arriving)
     layouts = dict(zip(this.op.reads, strategy.operands))
-    parts: list[list[Tensor]] = []
-    copies: list[Tensors] = []
-    found: list[dict[str, Tensor]] = []
-    for rank in range(ranks):
+
+    def run_part(rank: int) -> tuple[list[Tensor], Tensors, dict[str, Tensor]]:
+        """Outputs, in-place updates and gradients of a rank."""
         local = localised(this.op, rule, strategy, ranks, rank)
         mine = {name: as_read(t, layouts[name], ranks, rank) for name, t in this.tensors.items()}
-        with numbered(rank, ranks):
-            outputs, copy = run(local, mine)
+        outputs, copy = run(local, mine)
         for y, value in zip(outputs, local.outputs, strict=True):
             assert tuple(y.shape) == value.shape, (
                 f"{this.op.target}: {tuple(y.shape)} is not the promised {value.shape}"
             )
         sent = [g if layout.partial else cut(g, layout, ranks, rank) for g, layout in zip(arriving, strategy.outputs)]
-        parts.append(outputs)
-        copies.append(copy)
-        found.append(gradients(outputs, copy, sent))
+        return outputs, copy, gradients(outputs, copy, sent)
+
+    # Replicated random operations draw from one generator, one after the other.
+    parts, copies, found = zip(*on_threads(run_part, ranks, concurrent=bool(strategy.label)))
     for i, layout in enumerate(strategy.outputs):
         if this.op.target not in UNINITIALISED:
             equal("output", [rank[i] for rank in parts], made[i], layout)
@@ -122,13 +124,63 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
 
 
 @contextmanager
-def numbered(rank: int, ranks: int) -> Iterator[None]:
-    """Let operators see this process as a rank of the tensor axis."""
-    collectives.register(TP, SimpleNamespace(rank=rank, ranks=ranks))  # type: ignore[arg-type]
+def registered(axis: Any) -> Iterator[None]:
+    """Let operators call a communicator of the tensor axis."""
+    collectives.register(TP, axis)
     try:
         yield
     finally:
         collectives.unregister(TP)
+
+
+def numbered(rank: int, ranks: int) -> AbstractContextManager[None]:
+    """Context in which operators see this process as a rank of the tensor axis."""
+    return registered(SimpleNamespace(rank=rank, ranks=ranks))
+
+
+class ThreadCommunicator:
+    """The tensor axis of ranks that are threads; what operators of a single operation call."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.own = threading.local()
+        self.barrier = threading.Barrier(ranks, timeout=10)
+        self.sent: list[Tensor | None] = [None] * ranks
+
+    @property
+    def rank(self) -> int:
+        return self.own.rank
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.sent[self.rank] = tensor
+        self.barrier.wait()
+        gathered = torch.stack([t for t in self.sent if t is not None])
+        self.barrier.wait()
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.copy_(self.all_gather(tensor.clone()).sum(0))
+
+
+def on_threads(run_rank: Callable[[int], Result], ranks: int, concurrent: bool) -> list[Result]:
+    """Results of a function on every rank of the tensor axis, in threads that see it as theirs."""
+    axis = ThreadCommunicator(ranks)
+
+    def run_as(rank: int) -> Result:
+        axis.own.rank = rank
+        try:
+            return run_rank(rank)
+        except BaseException:
+            axis.barrier.abort()
+            raise
+
+    with registered(axis), ThreadPoolExecutor(ranks if concurrent else 1) as threads:
+        futures = [threads.submit(run_as, rank) for rank in range(ranks)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
 
 
 def as_read(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
@@ -157,7 +209,7 @@ def equal(what: str, parts: Sequence[Tensor], whole: Tensor, layout: Layout) -> 
     """Check that parts in a layout make up the whole tensor."""
     if layout.splits:
         together = [join(parts, layout)]
-    elif layout.partial_gradient or (layout.partial and what == "output"):
+    elif (layout.partial_gradient and not what.startswith("updated")) or (layout.partial and what == "output"):
         together = [torch.stack(tuple(parts)).sum(0)]
     else:
         together = list(parts)

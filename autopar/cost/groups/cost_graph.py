@@ -9,7 +9,6 @@ from dataclasses import replace
 from autopar.cost.groups.grouping import OpGroup, group_ops, group_sharded_ops
 from autopar.cost.groups.param_gathers import with_gathers
 from autopar.cost.groups.weight_memory import UNSHARDED, Bucket, Sharing, gradient_buckets, weight_cost, with_blocks
-from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs, padded_bytes
 from autopar.cost.ops.overlap import with_exposed_collectives
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
@@ -91,7 +90,6 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
 
 def sum_group(members: OpGroup, costs: list[OpCost], saved_bytes: int) -> Group:
     """A group with the summed costs of its operations. Transient bytes are a maximum: operations run one by one."""
-    collectives = [cost for op, cost in zip(members.ops, costs, strict=True) if is_collective(op)]
     return Group(
         name=members.anchor.name,
         ops=tuple(op.name for op in members.ops),
@@ -101,9 +99,9 @@ def sum_group(members: OpGroup, costs: list[OpCost], saved_bytes: int) -> Group:
         flops=sum(c.flops for c in costs),
         saved_bytes=saved_bytes,
         transient_bytes=max(c.transient_bytes for c in costs),
-        forward_collective_seconds=sum(c.forward_seconds for c in collectives),
-        backward_collective_seconds=sum(c.backward_seconds for c in collectives),
-        symmetric_buffer_bytes=max((c.symmetric_buffer_bytes for c in collectives), default=0),
+        forward_collective_seconds=sum(c.collectives.forward_seconds for c in costs),
+        backward_collective_seconds=sum(c.collectives.backward_seconds for c in costs),
+        symmetric_buffer_bytes=max(c.symmetric_buffer_bytes for c in costs),
         wgrad_seconds=sum(c.wgrad_seconds for c in costs),
         deferred_bytes=sum(c.deferred_bytes for c in costs),
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.ir.graph import Op
+from autopar.ir.graph import Op, Value
 from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
 from autopar.ir.tensor_axes import TensorAxis
+from autopar.sharding.exchanges import border_strips, exchanges
 from autopar.sharding.reshard import ReshardStep
 
 
@@ -44,6 +45,36 @@ def reshard_step_cost(
     elif trained and step.name == "share_gradient":
         backward = hardware.op_seconds("memory", 0.0, 2 * num_bytes, "")
     return ReshardingCost(forward, backward)
+
+
+def exchange_cost(op: Op, part: Value, scale: float, hardware: Hardware, axis: TensorAxis) -> ReshardingCost:
+    """Seconds of the collectives inside of an operation of a rank; arguments as of `exchanges`.
+
+    Args:
+        scale: batch that is priced over the batch of ``part``.
+        axis: on which the operation is split.
+    Error: the moments of a batch norm, a few KiB, are counted as if they grew with the batch.
+    """
+    seconds = [0.0, 0.0]
+    for exchange in exchanges(op, part):
+        num_bytes = scale * exchange.num_bytes
+        seconds[exchange.is_backward] += hardware.collective_seconds(exchange.kind, num_bytes, axis.ranks, axis.stride)
+    return ReshardingCost(seconds[False], seconds[True])
+
+
+def window_copy_cost(op: Op, part: Value, scale: float, hardware: Hardware) -> ReshardingCost:
+    """Seconds in which windows over a part's ends are computed apart: strips, and one tensor made of all results.
+
+    Args:
+        op, part, scale: as of `exchange_cost`.
+    Error: a strip's kernels are counted as launches alone.
+    """
+    strips = border_strips(op, part)
+    if not strips:
+        return ReshardingCost(0.0, 0.0)
+    copied = hardware.op_seconds("memory", 0.0, 2 * scale * op.outputs[0].num_bytes, "")
+    backward = copied + 2 * len(strips) * hardware.launch_seconds if op.outputs[0].requires_grad else 0.0
+    return ReshardingCost(copied + len(strips) * hardware.launch_seconds, backward)
 
 
 def full_tensor_bytes(step: ReshardStep, source_bytes: float, made_bytes: float, ranks: int) -> float:

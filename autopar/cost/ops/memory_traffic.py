@@ -15,6 +15,7 @@ from autopar.ir.hardware import Hardware
 from autopar.ops.alignment import is_aligned
 from autopar.ops.padded_convolution import CONVOLUTIONS
 from autopar.ops.registry import CHANNEL_NORMS, named_arguments
+from autopar.sharding.exchanges import NORMS
 from autopar.sharding.fuse_linear import is_layer
 
 ALONG_ROWS = ("aten.layer_norm.default", "aten.rms_norm.default")
@@ -27,6 +28,8 @@ def forward_reread_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
 
 def computes_statistics(op: Op) -> bool:
     """Whether an operation computes the statistics of whole channels or groups, then normalises by them."""
+    if op.target in NORMS:
+        return True
     if op.target not in CHANNEL_NORMS:
         return False
     given = named_arguments(op)

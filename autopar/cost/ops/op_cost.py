@@ -9,7 +9,13 @@ from math import hypot
 from types import MappingProxyType
 
 from autopar.cost.groups.grouping import batch_dependent_names
-from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
+from autopar.cost.ops.collective_cost import (
+    exchange_cost,
+    full_tensor_bytes,
+    is_collective,
+    reshard_step_cost,
+    window_copy_cost,
+)
 from autopar.cost.ops.fused_cost import column_sum_seconds, fused_seconds
 from autopar.cost.ops.kernel_shapes import group_padding, shape_slowdowns
 from autopar.cost.ops.memory_traffic import (
@@ -23,9 +29,11 @@ from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, has_fused_
 from autopar.cost.ops.unfused_attention import unfused_attention_seconds
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.hardware import Hardware, OpKind
+from autopar.ir.strategies import ReshardingCost
 from autopar.ir.tensor_axes import ONE_RANK, TensorAxes, TensorAxis
 from autopar.ops.registry import named_arguments, operand_of
-from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
+from autopar.sharding.buffer_sizes import exchange_buffer_bytes, symmetric_buffer_bytes
+from autopar.sharding.exchanges import EXCHANGING, UNFUSED
 from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # A complex multiplication is a few real ones of this precision.
@@ -45,6 +53,7 @@ class Factor:
 
 
 UNMEASURED = Factor()
+NO_COLLECTIVES = ReshardingCost(0.0, 0.0)
 Factors = Mapping[str, Factor]  # by the operation's name
 NO_FACTORS: Factors = MappingProxyType({})
 MeasuredRegions = Iterable[tuple[tuple[str, ...], float, float]]  # names of operations; forward, backward seconds
@@ -58,6 +67,8 @@ class OpCost:
     that are saved by then; a collective's input and output both count. ``extra_traffic_seconds`` are part of
     ``backward_seconds``: second passes over memory and the accumulation into main gradients. ``wgrad_seconds`` are the
     part of a weight's gradient that a split backward leaves for later, and ``deferred_bytes`` what it keeps for it.
+    ``collectives`` are part of the seconds too: all of them for a collective, and those inside of an operation on a
+    part of a picture.
     """
 
     forward_seconds: float
@@ -68,15 +79,27 @@ class OpCost:
     extra_traffic_seconds: float = 0.0
     wgrad_seconds: float = 0.0
     deferred_bytes: int = 0
+    collectives: ReshardingCost = NO_COLLECTIVES
 
     def scaled_by(self, factor: Factor) -> OpCost:
-        """The cost with its seconds multiplied by a measured factor."""
+        """The cost with its seconds multiplied by a measured factor, except for those of collectives."""
+        forward, backward = self.collectives.forward_seconds, self.collectives.backward_seconds
         return replace(
             self,
-            forward_seconds=self.forward_seconds * factor.forward,
-            backward_seconds=self.backward_seconds * factor.backward,
+            forward_seconds=(self.forward_seconds - forward) * factor.forward + forward,
+            backward_seconds=(self.backward_seconds - backward) * factor.backward + backward,
             extra_traffic_seconds=self.extra_traffic_seconds * factor.backward,
             wgrad_seconds=self.wgrad_seconds * factor.backward,
+        )
+
+    def exchanging(self, collectives: ReshardingCost, copies: ReshardingCost, buffer_bytes: int = 0) -> OpCost:
+        """The cost with collectives inside of the operation, and copies around them."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds + collectives.forward_seconds + copies.forward_seconds,
+            backward_seconds=self.backward_seconds + collectives.backward_seconds + copies.backward_seconds,
+            symmetric_buffer_bytes=buffer_bytes,
+            collectives=collectives,
         )
 
 
@@ -108,8 +131,8 @@ class Pricing:
         """Number of ranks of the innermost axis."""
         return self.axis.ranks
 
-    def axis_of(self, step: ReshardStep) -> TensorAxis:
-        """The axis on which a collective runs; a step that runs none has no axis, but a number of ranks."""
+    def axis_of(self, step: ReshardStep | Op) -> TensorAxis:
+        """The axis of a collective, or of those inside of an operation; a step that runs none has a number of ranks."""
         named = (axis for axis in self.axes if axis.name in step.args)
         return next(named, self.axis)
 
@@ -229,7 +252,15 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
     """Cost of one operation. A view's forward takes 0 s; its backward may copy (a slice's fills a whole tensor)."""
     if is_collective(op):
         return collective_cost(op, pricing, pricing.num_bytes)
-    return local_op_cost(op, pricing, pricing.num_bytes)
+    cost = local_op_cost(op, pricing, pricing.num_bytes)
+    if op.target not in EXCHANGING:
+        return cost
+    part, axis = pricing.graph.readable[op.reads[0]], pricing.axis_of(op)
+    buffer_bytes = max(exchange_buffer_bytes(op, part, axis.name))
+    scale = pricing.batch / pricing.graph.batch
+    collectives = exchange_cost(op, part, scale, pricing.hardware, axis)
+    copies = window_copy_cost(op, part, scale, pricing.hardware)
+    return cost.exchanging(collectives, copies, round(pricing.scaled(buffer_bytes, op.name)))
 
 
 def kernel_seconds(
@@ -283,7 +314,9 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     kind, on_gpu = op_kind(op, pricing.graph, stats.forward_flops), hardware.device_type == "cuda"
     compiled = hardware.execution_mode.compiled
     slowdowns = shape_slowdowns(op, pricing.graph, compiled) if on_gpu and kind != "memory" else (1.0, 1.0)
-    products, fused = num_backward_kernels(kind, stats), pricing.stats.traffic.get(op.name) if on_gpu else None
+    products, fused = num_backward_kernels(kind, stats), None
+    if on_gpu and (kind != "memory" or op.target not in UNFUSED):
+        fused = pricing.stats.traffic.get(op.name)
     forward = (
         kernel_seconds(hardware, kind, flops * slowdowns[0], operands + outputs, dtype) if stats.moves_data else 0.0
     )
@@ -376,6 +409,7 @@ def collective_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float])
         0.0,
         round(input_bytes + output_bytes),
         round(pricing.scaled(buffer_bytes, op.name)),
+        collectives=time,
     )
 
 

@@ -48,7 +48,10 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
         time = ReshardingCost(moved.forward_seconds, moved.backward_seconds)
         seconds = exposed_seconds(pair.operator, layer, time, pricing.axis_of(step).ranks, pricing.hardware)
         exposed[pair.collective.name] = replace(
-            moved, forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds
+            moved,
+            forward_seconds=seconds.forward_seconds,
+            backward_seconds=seconds.backward_seconds,
+            collectives=seconds,
         )
     return exposed
 

@@ -16,10 +16,12 @@ from autopar.ir.layout import Layout, pattern_of
 from autopar.ir.plan_parts import BlockSharding, Collective
 from autopar.ir.tensor_axes import TensorAxis
 from autopar.sharding.batch_dim import sample_dims
+from autopar.sharding.exchanges import EXCHANGING, exchanges
 from autopar.sharding.reshard import reshard_step
 from autopar.sharding.rule import Rule, has_letter
 
 REDUCTIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
+PIXEL_DIMS = ("height", "width")
 CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
 
 
@@ -63,17 +65,20 @@ def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mappin
         sample = samples.get(op.reads[fed[0]])
         if sample is None or sample.splits[0].dim != dim:
             word = dim_word(op, dim, len(dims), book)
-            yield f"attention has {size} heads" if word == "heads" else f"{size} {word}"
+            pixels = "pixels of " if word in PIXEL_DIMS else ""
+            yield f"attention has {size} heads" if word == "heads" else f"{size} {pixels}{word}"
 
 
 def dim_word(op: Op, dim: int, rank: int, book: RuleCache) -> str:
-    """Word for a dim of an activation, guessed from its position: heads, tokens, channels, pixels."""
+    """Word for a dim of an activation, guessed from its position: heads, tokens, channels, height, width."""
     if book.stats.ops[op.name].forward_flops and not book.multiplies_weights(op):
         return "heads" if dim == 1 and rank == 4 else "tokens"
     channels = 1 if any(word in op.target for word in CHANNELS_FIRST) else rank - 1
     if dim == channels:
         return "channels"
-    return {3: "tokens", 4: "pixels"}.get(rank, f"of dim {dim}")
+    if rank == 4 and dim:
+        return PIXEL_DIMS[dim - 1 - (channels < dim)]
+    return {3: "tokens"}.get(rank, f"of dim {dim}")
 
 
 # -- what is split --------------------------------------------------------------------------------------------------
@@ -120,6 +125,8 @@ def block_shardings(axes: Sequence[AxisSharding]) -> tuple[BlockSharding, ...]:
     for op in local.ops:
         if is_collective(op):
             collectives_of.setdefault(block_of[op.home], []).extend(collectives(op, local_pricing))
+        elif sent := list(collectives_inside(op, local_pricing)):
+            collectives_of.setdefault(block_of[op.name], []).extend(sent)
     alike: dict[tuple, list[str]] = {}
     for block in dict.fromkeys(block_of.values()):
         if block in rows or collectives_of.get(block):
@@ -236,6 +243,18 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
         yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds, name)
     if step.backward and made.requires_grad:
         yield Collective(where, step.backward, "backward", round(num_bytes), seconds.backward_seconds, name)
+
+
+def collectives_inside(op: Op, pricing: Pricing) -> Iterator[Collective]:
+    """The collectives inside of an operation on a part of a picture."""
+    if op.target not in EXCHANGING:
+        return
+    scale = pricing.batch / pricing.graph.batch
+    for exchange in exchanges(op, pricing.graph.readable[op.reads[0]]):
+        num_bytes = scale * exchange.num_bytes
+        seconds = pricing.hardware.collective_seconds(exchange.kind, num_bytes, pricing.ranks)
+        direction = "backward" if exchange.is_backward else "forward"
+        yield Collective(pattern_of(op.name), exchange.kind, direction, round(num_bytes), seconds)
 
 
 def blocks_of(graph: Graph) -> Iterator[str]:

@@ -18,18 +18,27 @@ from math import prod
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import is_collective, reshard_step_cost, sum_costs
+from autopar.cost.ops.collective_cost import (
+    exchange_cost,
+    is_collective,
+    reshard_step_cost,
+    sum_costs,
+    window_copy_cost,
+)
 from autopar.cost.ops.kernel_shapes import TILE_ROWS, product_slowdown
 from autopar.cost.ops.op_cost import OpCost, Pricing, collective_cost, local_op_cost
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
-from autopar.ir.graph import Op
+from autopar.ir.graph import Op, Value
 from autopar.ir.layout import REPLICATED, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
 from autopar.ir.tensor_axes import TensorAxis
+from autopar.sharding.exchanges import EXCHANGING, saved_strip_bytes
 from autopar.sharding.fuse_linear import after_layer, is_layer
+from autopar.sharding.localise import localised
 from autopar.sharding.reshard import ReshardStep, reshard_steps
+from autopar.sharding.rule import factor_of
 
 
 @dataclass(frozen=True)
@@ -241,12 +250,32 @@ class GroupCosting:
         key = (least, pricing.op_numbers[op.name], split, *map(layouts.__getitem__, names))
         if key not in self.group.known:
             num_bytes = partial(self.local_bytes, layouts)
-            self.group.known[key] = (
-                collective_cost(op, pricing, num_bytes)
-                if is_collective(op)
-                else local_op_cost(op, pricing, num_bytes, self.parts(op))
-            )
+            if is_collective(op):
+                cost = collective_cost(op, pricing, num_bytes)
+            else:
+                cost = local_op_cost(op, pricing, num_bytes, self.parts(op))
+                local, part = self.local(op) if split else (op, None)
+                if local.target in EXCHANGING:
+                    part = part or self.group.context.book.graph.readable[op.reads[0]]
+                    scale, axis = pricing.batch / pricing.graph.batch, pricing.axis_of(local)
+                    collectives = exchange_cost(local, part, scale, pricing.hardware, axis)
+                    cost = cost.exchanging(collectives, window_copy_cost(local, part, scale, pricing.hardware))
+            self.group.known[key] = cost
         return self.group.known[key]
+
+    def strip_bytes(self, op: Op) -> int:
+        """Bytes that the first rank's part of an operation saves next to its borders."""
+        rule = self.group.context.book.rule(op)
+        has_halo = rule is not None and factor_of(self.sharding.strategies[op.name].label).letter in rule.halos
+        return saved_strip_bytes(*self.local(op)) if has_halo else 0
+
+    def local(self, op: Op) -> tuple[Op, Value]:
+        """The first rank's part of a split operation, and of its first operand."""
+        book, chosen = self.group.context.book, self.sharding.strategies[op.name]
+        rule, whole = book.rule(op), book.graph.readable[op.reads[0]]
+        assert rule is not None, f"{op.name} is split without a rule"
+        part = replace(whole, shape=chosen.operands[0].local_shape(whole.shape, {self.axis.name: self.ranks}))
+        return localised(op, rule, chosen, self.ranks), part
 
     def context_seconds(self, op: Op, cost: OpCost) -> float:
         """Part of an operation's seconds that is not sure under this strategy of its group.
@@ -283,9 +312,8 @@ class GroupCosting:
         parts: dict[tuple[str, bool], float] = {}
         for op in self.group.members.ops:
             layouts = self.sharding.around(op)
-            own += self.group.pricing.scaled(self.group.pricing.stats.ops[op.name].saved_bytes, op.name) / self.parts(
-                op
-            )
+            whole = self.group.pricing.stats.ops[op.name].saved_bytes / self.parts(op)
+            own += self.group.pricing.scaled(whole + self.strip_bytes(op), op.name)
             for root, name in saved_by(op, self.group.pricing):
                 if self.group.owners.saved[root] == self.group.number:
                     whole_bytes, divisor = self.group.pricing.num_bytes(root), self.divisor(name, layouts[name])

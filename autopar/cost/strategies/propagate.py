@@ -12,7 +12,7 @@ from autopar.cost.strategies.candidate_splits import CandidateSplits, depends_on
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, Layout
-from autopar.sharding.propagate import replicated, storage_layout, without_gradient_sum
+from autopar.sharding.propagate import in_gradients, replicated, storage_layout
 from autopar.sharding.rule import Strategy, factor_of
 
 
@@ -121,7 +121,7 @@ def propagate_anchor(
     made: dict[str, Layout] = {}
 
     def run(op: Op, found: Strategy) -> None:
-        strategies[op.name] = in_gradients(op, found, context.book)
+        strategies[op.name] = in_gradients(op, found, context.book.trained)
         made.update((value.name, layout) for value, layout in zip(op.outputs, found.outputs, strict=True))
 
     for op in members.ops:
@@ -199,13 +199,6 @@ def follow_reader(
                 found = context.book.making(op, number, layout) if layout.splits else None
                 return found if found is not None and context.allows(op, found) else replicated(op)
     return replicated(op)
-
-
-def in_gradients(op: Op, found: Strategy, book: RuleCache) -> Strategy:
-    """The strategy without partial gradients for operands that have no gradient."""
-    pairs = zip(op.reads, found.operands, strict=True)
-    operands = tuple(without_gradient_sum(layout, name in book.trained) for name, layout in pairs)
-    return Strategy(found.label, operands, found.outputs)
 
 
 def keeps_state(members: OpGroup, sharding: GroupSharding, book: RuleCache) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,8 @@ from autopar.ir.tensor_axes import TensorAxis
 from autopar.sharding.lookup import local_rule
 from autopar.sharding.propagate import updated_in_place
 from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strategies
+
+PIXEL_LETTER = re.compile(r"y\d")  # of height, width and depth in `autopar.sharding.functions.pixels`
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,20 @@ class RuleCache:
         return self.rules[key]
 
     def contiguous_strategies(self, op: Op) -> tuple[Strategy, ...]:
-        """Strategies that split one letter of the rule contiguously."""
+        """Strategies that split one letter of the rule contiguously; of height and width the longer one, or height.
+
+        Parts of the longer one have the smaller halo, and all feature maps of a picture have about its proportions.
+        """
         rule, key = self.rule(op), self.key(op)
         if rule is None:
             return ()
         if key not in self.contiguous:
             heads = rule.outputs[0][1:-2] if op.target == ATTENTION else ()
             ragged = rule.free if self.ragged else [letter for dim in heads for letter in dim]
-            self.contiguous[key] = strategies(rule, self.ranks, {}, ragged, self.axis.name)[1:]
+            found = strategies(rule, self.ranks, {}, ragged, self.axis.name)[1:]
+            pixels = {s.label: rule.sizes[s.label] for s in found if PIXEL_LETTER.fullmatch(s.label)}
+            longest = max(pixels, key=pixels.__getitem__, default="")
+            self.contiguous[key] = tuple(s for s in found if s.label not in pixels or s.label == longest)
         return self.contiguous[key]
 
     def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:

@@ -1,4 +1,4 @@
-"""Rules of products, convolutions, attention and normalisations where one text does not fit all their arguments."""
+"""Rules of products, attention and normalisations where one text does not fit all their arguments."""
 
 from __future__ import annotations
 
@@ -67,72 +67,6 @@ def einsum_dims(term: str, elided: Dims) -> Dims:
     return (*((x,) for x in before), *(elided if dots else ()), *((x,) for x in after))
 
 
-def convolution(call: BoundCall) -> Rule | None:
-    """conv1d to conv3d: channels of a group in, out, and groups.
-
-    Where the kernel tiles the image without overlap or padding (patch embedding, 1×1), a dim of the image can be split
-    as well.
-    """
-    shape, kernel = call.operands[0], call.operands[1][2:]
-    groups = call.argument(6, "groups", 1)
-    lead: Dims = (("n",),) if len(shape) > len(kernel) + 1 else ()
-    image: list[tuple[str, ...]] = []
-    pixels: list[tuple[str, ...]] = []
-    sizes = channel_sizes(groups, call.operands[1][1], call.operands[1][0] // groups)
-    for i, size in enumerate(kernel):
-        at = len(lead) + 1 + i
-        tiled = tiles(call, i, size, shape[at], call.outputs[0][at])
-        sizes |= {f"y{i}": call.outputs[0][at], f"k{i}": size}
-        image.append((f"y{i}", f"k{i}") if tiled else (f"v{i}",))
-        pixels.append((f"y{i}",) if tiled else ())
-    into, out = channels("i", groups), channels("o", groups)
-    operands: list[Dims] = [(*lead, into, *image), (out, ("i",), *((f"k{i}",) for i in range(len(kernel)))), (out,)]
-    whole = [f"{letter}{i}" for i in range(len(kernel)) for letter in "kv"]
-    operands, made = operands[: len(call.operands)], (*lead, out, *pixels)
-    return make_rule(call, operands, [made], sizes=sizes, summed="i", whole=whole, added=bias_operands(call))
-
-
-def transposed_convolution(call: BoundCall) -> Rule | None:
-    """conv_transpose1d to 3d, whose weight has its input channels first."""
-    shape, kernel = call.operands[0], call.operands[1][2:]
-    groups = call.argument(6, "groups", 1)
-    lead: Dims = (("n",),) if len(shape) > len(kernel) + 1 else ()
-    into, out = channels("i", groups), channels("o", groups)
-    free: Dims = ((),) * len(kernel)
-    operands: list[Dims] = [(*lead, into, *free), (into, ("o",), *free), (out,)]
-    sizes = channel_sizes(groups, call.operands[1][0] // groups, call.operands[1][1])
-    made = (*lead, out, *free)
-    return make_rule(call, operands[: len(call.operands)], [made], sizes=sizes, summed="i", added=bias_operands(call))
-
-
-def channels(letter: str, groups: int) -> tuple[str, ...]:
-    """The letters of a dim of channels."""
-    return ("g", letter) if groups > 1 else (letter,)
-
-
-def channel_sizes(groups: int, into: int, out: int) -> dict[str, int]:
-    """Sizes of the channel letters: groups, and channels of one group."""
-    return {"g": groups, "i": into, "o": out}
-
-
-def bias_operands(call: BoundCall) -> list[int]:
-    """Number of the bias operand, if there is one."""
-    return [2] if len(call.operands) > 2 else []
-
-
-def tiles(call: BoundCall, dim: int, kernel: int, size: int, made: int) -> bool:
-    """Whether windows of the kernel cover a dim of the image exactly, each element once."""
-    stride, padding = per_dim(call.argument(3, "stride", 1), dim), per_dim(call.argument(4, "padding", 0), dim)
-    dilation = per_dim(call.argument(5, "dilation", 1), dim)
-    unpadded = padding in (0, "valid") or (padding == "same" and kernel == 1)
-    return stride == kernel and unpadded and (dilation == 1 or kernel == 1) and size == kernel * made
-
-
-def per_dim(value: object, dim: int) -> object:
-    """The value of an argument for one dim; the argument has a value per dim, or one for all."""
-    return value[dim if len(value) > 1 else 0] if isinstance(value, tuple) else value
-
-
 def attention(call: BoundCall) -> Rule | None:
     """scaled_dot_product_attention: batch, heads, and queries where no causal mask counts them.
 
@@ -172,17 +106,6 @@ def layer_norm(call: BoundCall) -> Rule | None:
     normalised = letters[len(letters) - len(call.argument(1, "normalized_shape")) :]
     operands = [letters] + [normalised] * (len(call.operands) - 1)
     return make_rule(call, operands, [letters], whole=[dim[0] for dim in normalised])
-
-
-def group_norm(call: BoundCall) -> Rule | None:
-    """Samples and groups of channels are independent."""
-    shape, groups = call.operands[0], call.argument(1, "num_groups")
-    pixels: Dims = dim_letters(shape[2:], "v")
-    channel: Dims = (("g", "c"),)
-    sizes = {"g": groups, "c": shape[1] // groups}
-    whole = ["c", *(dim[0] for dim in pixels)]
-    operands = [(("n",), *channel, *pixels)] + [channel] * (len(call.operands) - 1)
-    return make_rule(call, operands, [operands[0]], sizes=sizes, whole=whole)
 
 
 def embedding(call: BoundCall) -> Rule | None:

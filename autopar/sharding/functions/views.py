@@ -37,7 +37,7 @@ def reduced(position: int, summed: bool = False) -> RuleFunction:
 
     Args:
         position: of that argument.
-        summed: whether it is a sum, which partial sums add up to; a mean or a maximum is not.
+        summed: whether it is a sum, or a mean of which each rank computes a summand; a maximum is neither.
     """
 
     def rule(call: BoundCall) -> Rule | None:

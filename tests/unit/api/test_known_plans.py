@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.hardware import with_network
 
 import autopar
@@ -27,14 +28,21 @@ def planned(folder: Path, name: str, devices: str, machine: str, batch: str, ask
     given = {key: int(value) if value.isdigit() else value for key, value in re.findall(r"(\w+) (\w+)", asked)}
     model = ModelSource(name, {key: given.pop(key) for key in MODEL_OPTIONS if key in given})
     hardware = str(with_network(folder, machine, *MACHINES[machine])) if machine in MACHINES else machine
+    side = given.pop("side", None)
+    inputs: dict[str, Any] = {"batch_size": int(batch)}
+    if side is not None:
+        inputs = {"example_inputs": (torch.empty(int(batch), 3, side, side, device="meta"),)}
     options: dict[str, Any] = {"precision": "bf16-params", "hardware": hardware, "cost": "analytic"} | given
-    return autopar.plan(model, int(devices), batch_size=int(batch), **options)
+    return autopar.plan(model, int(devices), **inputs, **options)
 
 
 def decision_of(plan: autopar.Plan) -> str:
-    """``dp 8, ZeRO-1``: sizes of the mesh above 1, ZeRO stage, whether ranks have several stages or recompute."""
+    """``dp 8, ZeRO-1``: sizes of the mesh above 1, whether most layers split the height, ZeRO stage, whether ranks have
+    several stages or recompute."""
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "tp", "dp")}
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["one device"]
+    rows = [how for block in plan.blocks for how in block.rows.values()]
+    parts += ["height"] if 2 * sum(how.startswith("height") for how in rows) > len(rows) else []
     parts += [plan.replicas.zero_text] if plan.zero else []
     parts += ["interleaved"] if plan.chunks > 1 else []
     return ", ".join([*parts, *(["recomputing"] if any(stage.recompute != "none" for stage in plan.stages) else [])])

@@ -12,8 +12,8 @@ from support.rule_oracle import Example, check, example
 
 from autopar.ir.layout import REPLICATED
 from autopar.sharding.bound_call import BoundCall, RuleFunction, make_rule
+from autopar.sharding.functions import pixels, shapes
 from autopar.sharding.functions import products as algebra
-from autopar.sharding.functions import shapes
 from autopar.sharding.functions import views as parts
 from autopar.sharding.functions.views import reduced
 from autopar.sharding.lookup import key_of, rule_of
@@ -82,7 +82,7 @@ def test_examples_cover_the_table() -> None:
 def test_every_rule_function_is_in_the_table() -> None:
     functions = {
         function
-        for module in (shapes, parts, algebra)
+        for module in (shapes, parts, algebra, pixels)
         for _, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and inspect.get_annotations(function).get("return") == "Rule | None"
     }
@@ -129,7 +129,7 @@ PLANTED: dict[str, tuple[Case, RuleFunction, str]] = {
     "query, key and value mistaken for heads": (case("view.default", x(4, 24), (4, 3, 4, 2)), contiguous_heads, "h"),
     "channels of other groups": (IMAGE, contiguous_channels, "o"),
     "the second operand behind the first": (case("cat.default", (x(2, 4), x(2, 4)), 1), contiguous_joint, "r"),
-    "a mean taken for a sum": (case("mean.dim", x(4, 8), (1,)), reduced(1, summed=True), "d1"),
+    "a maximum taken for a sum": (case("amax.default", x(4, 8), (1,)), reduced(1, summed=True), "d1"),
     "keys apart": (ATTENTION, text("b h q e!, b h s e!, b h s v! -> b h q v!"), "s"),
     "queries that do not know their number": (CAUSAL, text("b h q e!, b h s! e!, b h s! v! -> b h q v!"), "q"),
     "a cumulative sum of parts": (case("cumsum.default", x(4, 8), 1), text("n c -> n c"), "c"),
