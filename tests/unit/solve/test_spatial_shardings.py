@@ -15,11 +15,12 @@ from torch import nn
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import graph_stats
-from autopar.cost.strategies.describe import block_shardings
+from autopar.cost.strategies.describe import AxisSharding, block_shardings
 from autopar.cost.strategies.enumerate import strategy_graph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.ir.strategies import StrategyGraph
+from autopar.ir.tensor_axes import mesh_axes
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.shardings.cost import sharding_cost
 from autopar.solve.shardings.solve import solve_shardings
@@ -48,7 +49,7 @@ def traced() -> Graph:
 
 @cache
 def choices() -> StrategyGraph:
-    return strategy_graph(Pricing(traced(), graph_stats(traced()), FAST, 1, RANKS))
+    return strategy_graph(Pricing(traced(), graph_stats(traced()), FAST, 1, mesh_axes((RANKS,))))
 
 
 def chosen_names(picks: tuple[int, ...]) -> dict[str, str]:
@@ -82,7 +83,8 @@ def test_its_price_is_that_of_the_graph_that_each_rank_runs() -> None:
     assert saved / alone == pytest.approx(1 / RANKS, rel=0.1)
     exchanged = sum(group.collective_seconds for group in cost.groups)
     assert 0 < exchanged < 0.5 * found.seconds
-    rows = [row for block in block_shardings(Pricing(graph, graph_stats(graph), FAST, 1, RANKS), local, stored)
+    pricing = Pricing(graph, graph_stats(graph), FAST, 1, mesh_axes((RANKS,)))
+    rows = [row for block in block_shardings([AxisSharding(pricing, local, stored)])
             for row in block.rows.items()]  # fmt: skip
     assert dict(rows) == dict.fromkeys(("enter", "norm", "down"), "height / 2") | dict(rows[3:])
 
@@ -91,5 +93,5 @@ def test_a_halo_wider_than_a_neighbours_part_is_no_choice() -> None:
     with torch.device("meta"):
         wide = trace(nn.Conv2d(3, 8, 19, padding=9), (torch.empty(1, 3, 32, 8),), {}, mode="train", name="wide")
     for ranks, offered in ((2, True), (4, False)):
-        found = strategy_graph(Pricing(wide, graph_stats(wide), FAST, 1, ranks)).groups[0].strategies
+        found = strategy_graph(Pricing(wide, graph_stats(wide), FAST, 1, mesh_axes((ranks,)))).groups[0].strategies
         assert ("y0" in {choice.name for choice in found}) == offered
