@@ -249,10 +249,10 @@ def collectives_inside(op: Op, pricing: Pricing) -> Iterator[Collective]:
     """The collectives inside of an operation on a part of a picture."""
     if op.target not in EXCHANGING:
         return
-    scale = pricing.batch / pricing.graph.batch
+    scale, axis = pricing.batch / pricing.graph.batch, pricing.axis_of(op)
     for exchange in exchanges(op, pricing.graph.readable[op.reads[0]]):
         num_bytes = scale * exchange.num_bytes
-        seconds = pricing.hardware.collective_seconds(exchange.kind, num_bytes, pricing.ranks)
+        seconds = pricing.hardware.collective_seconds(exchange.kind, num_bytes, axis.ranks, axis.stride)
         direction = "backward" if exchange.is_backward else "forward"
         yield Collective(pattern_of(op.name), exchange.kind, direction, round(num_bytes), seconds)
 

@@ -77,6 +77,16 @@ def as_channels(x: Tensor, over_samples: bool) -> Tensor:
     return x if over_samples else x.reshape(1, x.shape[0] * x.shape[1], -1)
 
 
+def laid_out_as(x: Tensor, made: Tensor, over_samples: bool) -> Tensor:
+    """The result of a norm over `as_channels` in the shape of ``x`` and, as compiled code expects, in its layout.
+
+    Kernels differ: those of CUDA return contiguous gradients of images in channels last.
+    """
+    if over_samples and made.stride() != (like := torch.empty_like(x)).stride():
+        return like.copy_(made)
+    return made.view(x.shape)
+
+
 def by_channel(moment: Tensor, channels: Tensor) -> Tensor:
     """A value of each set of elements for each channel that has them."""
     return moment.repeat_interleave(channels.shape[1] // len(moment))
@@ -113,7 +123,8 @@ def normalise(
     channels = as_channels(x, over_samples)
     mean, variance = (by_channel(moment, channels) for moment in moments[:2])
     weights = [weight_by_channel(vector, channels, mean.dtype) for vector in (weight, bias)]
-    return F.batch_norm(channels, mean, variance, *weights, training=False, eps=eps).view(x.shape)
+    made = F.batch_norm(channels, mean, variance, *weights, training=False, eps=eps)
+    return laid_out_as(x, made, over_samples)
 
 
 @torch.library.custom_op("autopar::normalise_backward", mutates_args=())
@@ -125,9 +136,10 @@ def normalise_backward(
     channels, arriving = as_channels(x, over_samples), as_channels(gradient, over_samples)
     mean, variance = (by_channel(moment, channels) for moment in moments[:2])
     scales = weight_by_channel(weight, channels, mean.dtype)
-    # With given moments; how these depend on x follows.
+    # With given moments; how these depend on x follows. CUDA wants the empty tensors that its forward would save.
+    empty = mean.new_empty(0)
     made, of_scales, of_shifts = torch.ops.aten.native_batch_norm_backward(
-        arriving, channels, scales, mean, variance, None, None, False, eps, [True, True, True]
+        arriving, channels, scales, mean, variance, empty, empty, False, eps, [True, True, True]
     )
     sums = torch.stack([of_shifts, of_scales])
     of_moments = (sums if scales is None else sums * scales).unflatten(1, (moments.shape[1], -1)).sum(2)
@@ -139,7 +151,7 @@ def normalise_backward(
     slope, shift = (by_channel(f, channels).view(shape) for f in (slope, slope * moments[0] - of_mean))
     made.addcmul_(channels, slope, value=-1).add_(shift)  # in place: no further tensor of the part's size
     of_weight, of_bias = (total.unflatten(0, (-1, x.shape[1])).sum(0) for total in (of_scales, of_shifts))
-    return made.view(x.shape), of_weight, of_bias
+    return laid_out_as(x, made, over_samples), of_weight, of_bias
 
 
 @part_moments.register_fake

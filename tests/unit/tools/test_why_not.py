@@ -132,7 +132,7 @@ def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
         (["--why-not", "hardware=x"], "unknown constraint 'hardware'"),
         (["--why-not", "tp"], "Cannot read --why-not 'tp'. Write NAME=VALUE"),
         (["--why-not", "tp="], "Cannot read --why-not 'tp='"),
-        (["--why-not", "tp=two"], "--why-not tp=two: tp='two' is not a whole number"),
+        (["--why-not", "tp=two"], "--tp two is no tensor-parallel size. Write the ranks, or"),
         (["--why-not", "zero=perhaps"], "zero='perhaps' is not a whole number"),
         (["--why-not", "zero1=true"], "unknown constraint 'zero1'. Did you mean zero?"),
         (["--why-not", "tp=0"], "tp=0 must be a whole number of at least 1"),
