@@ -25,7 +25,7 @@ class StageCost:
     allocates: these are in ``transient_bytes``. ``buffer_bytes`` are a step's inputs and symmetric buffers.
     ``num_buckets`` counts the gradient buckets that replicas reduce. The stage's segments with a number below
     ``recomputed_below`` recompute, which takes ``recompute_seconds`` of the backward. ``wgrad_seconds`` of it a split
-    backward leaves for later.
+    backward leaves for later, if it ``is_split``.
     """
 
     forward_seconds: float
@@ -46,6 +46,7 @@ class StageCost:
     recomputed_below: int = 0
     recompute_seconds: float = 0.0
     wgrad_seconds: float = 0.0
+    is_split: bool = False
     sent_bytes: int = 0
     buffer_bytes: int = 0
 
@@ -53,6 +54,11 @@ class StageCost:
     def seconds(self) -> float:
         """Time of one microbatch, transfers to and from the next stage included."""
         return self.forward_seconds + self.backward_seconds + self.transfer_seconds
+
+    @property
+    def hiding_seconds(self) -> float:
+        """Part of a microbatch's backward in which its gradients of weights come, under which their reduction hides."""
+        return self.wgrad_seconds if self.is_split else self.backward_seconds
 
     @property
     def update_seconds(self) -> float:
@@ -102,7 +108,7 @@ class RankCost:
             counted.
         """
         return (
-            self.exposed_part("reduce_seconds", "backward_seconds")
+            self.exposed_part("reduce_seconds", "hiding_seconds")
             + self.exposed_part("gather_seconds", "forward_seconds")
             + self.total("contention_seconds")
         )
@@ -327,6 +333,7 @@ def make_interval_cost(problem: CutProblem, stage: int, begin: int, end: int, nu
         recomputed_below=problem.cost.recomputed_below,
         recompute_seconds=float(of.recompute_seconds[at]),
         wgrad_seconds=float(of.wgrad_seconds[at]),
+        is_split=problem.is_split,
     )
 
 
@@ -385,6 +392,7 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
             recomputed_below=cost.recomputed_below,
             recompute_seconds=sum(cost.groups[g].recompute_seconds for g in members[s]),
             wgrad_seconds=sum(cost.groups[g].wgrad_seconds for g in members[s]),
+            is_split=problem.is_split,
             **weight_costs(problem, members[s], held[s]),
         )
         for s in stages

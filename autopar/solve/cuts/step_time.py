@@ -225,7 +225,7 @@ def hidden_ring_seconds(problem: CutProblem, costs: Sequence[StageCost], network
     reduced = sum(w.gradient_bytes for w in weights) * share
     gathered = sum(w.copy_bytes or w.gradient_bytes for w in weights if w.gradient_bytes)
     exchanges: tuple[tuple[CollectiveKind, str, str, float], ...] = (
-        ("reduce-scatter" if problem.replicas.zero else "all-reduce", "reduce_seconds", "backward_seconds", reduced),
+        ("reduce-scatter" if problem.replicas.zero else "all-reduce", "reduce_seconds", "hiding_seconds", reduced),
         ("all-gather", "gather_seconds", "forward_seconds", gathered),
     )
     found, ranks = [0.0] * problem.pp, rank_costs(problem, costs)
