@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import ONE_REPLICA, ZeroStage
+from autopar.sharding.rule import axis_labels
 from autopar.solve.cuts.step_time import Setting
 from autopar.solve.result.alternatives import MAX_MESHES
 from autopar.solve.space.candidates import Candidate, cut_and_evaluate, evaluate, look_up, make_cut_problem
@@ -198,7 +199,12 @@ def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
     point = min(enumerate_points(setting, mesh), key=bounds.seconds)
     priced = next(shardings_at(setting, point))
     if priced.strategies:
-        return ""
+        texts = (axis_labels(text) for text in priced.strategies.values())
+        used = {axis for labels in texts for axis, label in labels.items() if label}
+        idle = [axis for axis in mesh.tensor_axes if axis.name not in used]
+        if not idle or not mesh.tp_axes or isinstance(setting.constraints.tp, tuple):
+            return ""
+        return f"the fastest sharding splits nothing over {idle[0].name}, its axis of {idle[0].ranks}"
     if setting.constraints.tp is None:
         return f"nothing can be split {mesh.tp} ways"
     others = [d for d in divisors(setting.constraints.devices) if d != mesh.tp]
