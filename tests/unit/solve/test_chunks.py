@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -37,6 +37,7 @@ from autopar.ir.plan_parts import INTERLEAVED, ONE_REPLICA
 from autopar.ir.table import plan_text
 from autopar.schedule.generate import generate
 from autopar.solve import search
+from autopar.solve.cuts.evaluate import RankCost, StageCost
 from autopar.solve.cuts.problem import slowest_count
 from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, memory_for
@@ -491,3 +492,13 @@ def test_the_printed_plan_names_chunks() -> None:
     memory = next(line for line in lines if line.startswith("memory"))
     assert memory.startswith("memory      rank 0 is the fullest: ") and memory.endswith("all of its chunks together")
     assert any(line.startswith("solver      HiGHS: ") and "certified gap" in line for line in lines)
+
+
+def test_reductions_hide_where_gradients_of_weights_come() -> None:
+    """Under the whole last backward, or under its second half."""
+    numbers = dict.fromkeys((field.name for field in fields(StageCost)), 0)
+    stage = StageCost(
+        **numbers | {"backward_seconds": 3.0, "wgrad_seconds": 1.0, "reduce_seconds": 2.0, "num_buckets": 8.0}
+    )
+    assert RankCost((stage,)).exposed_seconds == 0.25  # a bucket
+    assert RankCost((replace(stage, is_split=True),)).exposed_seconds == 1.0
