@@ -1,5 +1,9 @@
 """List scheduling: proofs of what it finds, its step against a bound of any order, and what it keeps."""
 
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +12,7 @@ from support.schedules import format_schedule
 
 from autopar.errors import ScheduleError
 from autopar.ir.plan_parts import ListOrder
+from autopar.schedule.actions import Action
 from autopar.schedule.check import check
 from autopar.schedule.generate import generate, in_flight_profiles, max_in_flight
 from autopar.schedule.list_schedule import list_schedule
@@ -71,6 +76,56 @@ def test_with_twice_the_activations_of_1f1b_hardly_any_order_is_shorter(pp: int,
             order = order_of(pp, chunks, (forward, input_grad, wgrad), hop, 2 * pp * chunks)
             bound = microbatches * chunks * (forward + input_grad + wgrad) + (pp - 1) * (forward + hop)
             assert bound <= step_seconds(order, pp, microbatches) <= 1.005 * bound
+
+
+def all_rows(rank: int, microbatches: int) -> list[tuple[Action, ...]]:
+    """Every order of a rank's actions in which microbatches keep theirs."""
+    found: list[tuple[Action, ...]] = []
+
+    def grow(row: tuple[Action, ...], forwards: int, inputs: int, wgrads: int) -> None:
+        if wgrads == microbatches:
+            found.append(row)
+        if forwards < microbatches:
+            grow((*row, Action("F", rank, forwards)), forwards + 1, inputs, wgrads)
+        if inputs < forwards:
+            grow((*row, Action("I", rank, inputs)), forwards, inputs + 1, wgrads)
+        if wgrads < inputs:
+            grow((*row, Action("W", rank, wgrads)), forwards, inputs, wgrads + 1)
+
+    grow((), 0, 0, 0)
+    return found
+
+
+def least_seconds(order: ListOrder, pp: int, microbatches: int) -> float:
+    """The shortest step of all orders, by trying each."""
+    hops = {hop: float(order.hop) for s in range(pp - 1) for hop in ((s, s + 1), (s + 1, s))}
+    backward = [float(i + w) for i, w in zip(order.input_grad, order.wgrad, strict=True)]
+    found = float("inf")
+    for schedule in product(*(all_rows(rank, microbatches) for rank in range(pp))):
+        with suppress(ScheduleError):  # the ranks wait for each other
+            step = simulate(schedule, order.forward, backward, hops, wgrad_seconds=order.wgrad).step_seconds
+            found = min(found, step)
+    return found
+
+
+def shorter_step(order: ListOrder, pp: int, microbatches: int) -> float:
+    """The step of the better of the two rules."""
+    return min(step_seconds(replace(order, alternates=rule), pp, microbatches) for rule in (True, False))
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (2, 3), (3, 2)])
+def test_no_order_of_equal_ranks_is_shorter(pp: int, microbatches: int) -> None:
+    for seconds in product((2, 3), (2, 4), (1, 3)):
+        order = order_of(pp, 1, seconds, 0, 2 * pp * microbatches)
+        assert shorter_step(order, pp, microbatches) == least_seconds(order, pp, microbatches)
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(2, 3), st.data())
+def test_few_orders_of_unequal_ranks_are_shorter(microbatches: int, data: st.DataObject) -> None:
+    numbers = st.tuples(st.integers(1, 9), st.integers(1, 9))
+    order = ListOrder(data.draw(numbers), data.draw(numbers), data.draw(numbers), data.draw(st.integers(0, 2)), (6, 6))
+    assert shorter_step(order, 2, microbatches) <= 1.2 * least_seconds(order, 2, microbatches)
 
 
 def test_too_few_activations() -> None:
