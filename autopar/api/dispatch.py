@@ -33,7 +33,7 @@ from autopar.ir.program import input_names
 from autopar.ir.pytree import leaves as pytree_leaves
 from autopar.ops.counter_rng import counter_rows
 from autopar.runtime.commands import command_named
-from autopar.runtime.engine.executor import StepData
+from autopar.runtime.engine.records import StepData
 from autopar.runtime.launch.interrupt import interrupt_at_end
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.recipe_text import call_text

@@ -25,10 +25,11 @@ from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.batch_loss import BatchLoss, Replicas
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.deferred_wgrads import DeferredWgrads
-from autopar.runtime.engine.executor import BoundStep, ChunkModule, StepTensors
+from autopar.runtime.engine.executor import BoundStep
 from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices, naming_updates
 from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
+from autopar.runtime.engine.records import ChunkModule, StepTensors
 from autopar.runtime.engine.staging import Staging
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.runtime.host_copies import gradient_copies, weight_copies

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.tensor_axes import axis_index
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
 from autopar.runtime.engine.edges import channel_index
-from autopar.runtime.engine.executor import ActionTiming, StepData
+from autopar.runtime.engine.records import ActionTiming, StepData
 from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.sharding.outputs import Outputs
 from autopar.sharding.tensors import local_part, whole_shape

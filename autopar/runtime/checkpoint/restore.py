@@ -155,7 +155,9 @@ class Restore:
         spec, saved = self.rank.spec, self.header
         place, device = (spec.place.stage, spec.place.replica), torch.device(spec.device)
         states = self.training.random.get(place, [])
-        as_saved = saved.plan.get("mesh") == asdict(spec.mesh) and saved.seed == spec.recipe.seed
+        mesh = saved.plan.get("mesh", {})
+        before = {**mesh, "tp_axes": tuple(mesh.get("tp_axes", ()))}  # a list in JSON, and not in older files
+        as_saved = before == asdict(spec.mesh) and saved.seed == spec.recipe.seed
         if as_saved and len(states) == len(generator_states(device)):
             set_generator_states(states, device)
         else:

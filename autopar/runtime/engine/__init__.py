@@ -1,10 +1,11 @@
 """Engine: the hot loop of a rank's step.
 
 Question: in which order does a rank receive, compute and send, at the least cost in Python?
-Input: a `Schedule`, the rank's `executor.ChunkModule`s and a `StepData`. Output: losses and outputs on the device, and
+Input: a `Schedule`, the rank's `records.ChunkModule`s and a `StepData`. Output: losses and outputs on the device, and
 `metrics` that the host reads later.
 
 Reading order:
+    records.py         a chunk's module, a step's data, its results, times of its actions
     executor.py        BoundStep: a schedule bound to modules, peers and tags, then run
     edges.py           tensors between chunks: indices, gradient edges, checks
     deferred_wgrads.py gradients of weights that split backwards leave for later

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from autopar.errors import CaptureWarning, UsageError
 from autopar.ir.pytree import leaves, tree_map
 from autopar.runtime.engine.closure_guard import closure_fingerprint
-from autopar.runtime.engine.executor import BoundStep, StepData
+from autopar.runtime.engine.executor import BoundStep
 from autopar.runtime.engine.loss import LossFunction
 from autopar.runtime.engine.recorded_flags import FlagRecorder
+from autopar.runtime.engine.records import StepData
 from autopar.runtime.optim.probe import nested
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.spec import DeviceStepResult, RankSpec, StepRequest

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.ir.pytree import tree_map
-from autopar.runtime.engine.executor import StepData
+from autopar.runtime.engine.records import StepData
 
 
 class Staging:

@@ -8,7 +8,7 @@ from statistics import mean
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import SPLIT
-from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.engine.records import ActionTiming
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.measure.workers import WorkerLimits, WorkersExit, run_workers
-from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.engine.records import ActionTiming
 from autopar.runtime.spec import RankStats
 from autopar.tools.bench.kernel_trace import ProfiledStep
 from autopar.tools.bench.task import BenchTask

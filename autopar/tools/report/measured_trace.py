@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.plan import Plan
-from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.engine.records import ActionTiming
 from autopar.runtime.spec import rank_text
 from autopar.schedule.actions import Action
 from autopar.tools.report.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title

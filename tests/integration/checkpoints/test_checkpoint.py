@@ -49,7 +49,6 @@ from typer.testing import CliRunner
 import autopar
 from autopar import ResumeWarning
 from autopar.api.checkpoint import read_header, read_plan, read_weights
-from autopar.ir.mesh import MESH_AXES
 from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.folder import TRAINING
 from autopar.runtime.checkpoint.rank_state import decoded_training
@@ -119,7 +118,7 @@ def legs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Leg]]:
         given = own["first"].folder
         for key, mesh in meshes.items():
             chosen = mesh | ({"hardware": str(slow_compute(root))} if "hardware" in mesh else {})
-            own[key] = leg(name, prod(mesh.get(axis, 1) for axis in MESH_AXES), chosen, given, root / key)
+            own[key] = leg(name, prod(mesh.get(axis, 1) for axis in ("pp", "tp", "dp")), chosen, given, root / key)
             given = own[key].folder
         own["last"] = leg(name, 1, alone, given, root / "last")
     return found

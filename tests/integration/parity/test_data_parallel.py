@@ -28,7 +28,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
-from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.engine.records import ActionTiming
 from autopar.runtime.params.flat_buckets import replica_owners
 from autopar.runtime.params.full_params import FullParams
 from autopar.runtime.params.grad_reduce import packed, unpacked

@@ -27,7 +27,6 @@ from torch import nn
 import autopar
 from autopar.ir import grad_buckets
 from autopar.ir.grad_buckets import NUM_GRAD_SLOTS, NUM_PARAM_SLOTS
-from autopar.ir.mesh import MESH_AXES
 from autopar.runtime.params.sharded_params import SavedView, ShardedParams
 from autopar.runtime.rank import Rank
 
@@ -334,7 +333,7 @@ def test_shards_have_the_numbers_of_one_device(name: str, kept: bool, tmp_path: 
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(3), images_and_labels(8)
     options: dict[str, Any] = SHARDED[name] | {"zero": 3, "hardware": str(slow_compute(tmp_path))}
-    devices = prod(options.get(axis, 1) for axis in MESH_AXES)
+    devices = prod(options.get(axis, 1) for axis in ("pp", "tp", "dp"))
     plan = autopar.plan(model, devices, x, microbatches=2, **options)
     assert "tp" in " ".join(plan.shardings.values()) and (plan.zero, plan.mesh.tp) == (3, 2)
     blocks = dict.fromkeys(plan.param_blocks, "gathered") | ({"blocks.1": "kept"} if kept else {})

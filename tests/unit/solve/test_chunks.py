@@ -496,7 +496,7 @@ def test_the_printed_plan_names_chunks() -> None:
 
 def test_reductions_hide_where_gradients_of_weights_come() -> None:
     """Under the whole last backward, or under its second half."""
-    numbers = dict.fromkeys((field.name for field in fields(StageCost)), 0)
+    numbers: dict[str, Any] = dict.fromkeys((field.name for field in fields(StageCost)), 0)
     stage = StageCost(
         **numbers | {"backward_seconds": 3.0, "wgrad_seconds": 1.0, "reduce_seconds": 2.0, "num_buckets": 8.0}
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.ir.plan_parts import StageRecompute
 from autopar.ir.text import rendered
-from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.engine.records import ActionTiming
 from autopar.schedule.actions import Action
 from autopar.tools.bench.baselines.registry import BASELINES
 from autopar.tools.bench.bubble import bubble_share

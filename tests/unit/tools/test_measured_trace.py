@@ -8,7 +8,7 @@ import pytest
 from support.bench import TINY, check_trace, early_arrivals, tiny_plan
 
 from autopar.ir.plan import Plan
-from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.engine.records import ActionTiming
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
