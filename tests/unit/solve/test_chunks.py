@@ -497,8 +497,6 @@ def test_the_printed_plan_names_chunks() -> None:
 def test_reductions_hide_where_gradients_of_weights_come() -> None:
     """Under the whole last backward, or under its second half."""
     numbers: dict[str, Any] = dict.fromkeys((field.name for field in fields(StageCost)), 0)
-    stage = StageCost(
-        **numbers | {"backward_seconds": 3.0, "wgrad_seconds": 1.0, "reduce_seconds": 2.0, "num_buckets": 8.0}
-    )
+    stage = replace(StageCost(**numbers), backward_seconds=3.0, wgrad_seconds=1.0, reduce_seconds=2.0, num_buckets=8.0)
     assert RankCost((stage,)).exposed_seconds == 0.25  # a bucket
     assert RankCost((replace(stage, is_split=True),)).exposed_seconds == 1.0
