@@ -374,6 +374,8 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
         for s in range(stage_of[flow.producer], max(stage_of[c] for c in flow.consumers)):
             sent[s] += flow.num_bytes * (s < saver)
     buffers = buffer_bytes(problem, stage_of)
+    kept = [sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s] for s in stages]
+    deferred = [sum(cost.groups[g].deferred_bytes for g in members[s]) for s in stages]
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
@@ -381,10 +383,7 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
             collective_seconds=sum(cost.groups[g].collective_seconds for g in members[s]),
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
-            saved_bytes=max(
-                sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
-                sum(cost.groups[g].deferred_bytes for g in members[s]) * problem.is_split,
-            ),
+            saved_bytes=max(kept[s], deferred[s]) if problem.is_split else kept[s],
             received_bytes=problem.kept_received * forward[s - 1] if s else 0,
             sent_bytes=sent[s],
             buffer_bytes=buffers[s],
