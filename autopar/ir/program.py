@@ -40,7 +40,7 @@ class DeferredWgrad:
         weight: its name.
         grad_slot, x_slot: arguments of the program whose gradients are the gradient of the layer's output and the
             layer's input; of a linear layer [rows, out] and [rows, in].
-        accumulates: whether compiled programs add the gradient to the main gradient in one GEMM.
+        accumulates: whether one GEMM adds the gradient to the main gradient, as in compiled programs.
         convolution: of a convolution.
         bias: name of a convolution's bias whose gradient is deferred too, or "".
     """

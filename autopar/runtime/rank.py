@@ -172,7 +172,7 @@ class Rank:
             wgrads = None
             if program.deferred:
                 sink = self.updater.grad_buffer
-                wgrads = DeferredWgrads(program.deferred, weights, sink, self.spec.compiled, self.device)
+                wgrads = DeferredWgrads(program.deferred, weights, sink, self.device)
             return ChunkModule(program, module, wgrads)
 
         self.chunks[key] = tuple(map(chunk, programs))

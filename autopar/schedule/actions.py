@@ -28,11 +28,6 @@ class Action:
         assert self.chunk >= 0 and self.microbatch >= 0, f"negative chunk or microbatch: {self}"
 
     @property
-    def receives_gradients(self) -> bool:
-        """Whether it reads the gradients of what its chunk sent, and sends those of what it received."""
-        return self.kind in ("B", "I")
-
-    @property
     def ends_backward(self) -> bool:
         """Whether its chunk needs the microbatch's activations no longer."""
         return self.kind in ("B", "W")

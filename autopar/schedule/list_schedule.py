@@ -26,8 +26,10 @@ from autopar.schedule.actions import Action, ActionKind, Schedule
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rank runs next, and when that can start; ``action`` is None while it waits for a tensor, and ``start``
-    infinite if none is on its way."""
+    """The next action of a rank, and when it can start.
+
+    ``action`` is None while the rank waits for a tensor; ``start`` is infinite if none is on its way.
+    """
 
     start: float
     action: Action | None

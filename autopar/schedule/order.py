@@ -44,13 +44,13 @@ class Links:
 
     def before(self, action: Action) -> tuple[Action, ...]:
         """Actions of other chunks whose activation or gradient ``action`` receives."""
-        return self._beside(action, self.sources, self.targets)
+        return self._adjacent(action, self.sources, self.targets)
 
     def after(self, action: Action) -> tuple[Action, ...]:
         """Actions of other chunks that receive the activation or gradient of ``action``."""
-        return self._beside(action, self.targets, self.sources)
+        return self._adjacent(action, self.targets, self.sources)
 
-    def _beside(
+    def _adjacent(
         self, action: Action, forward: Sequence[tuple[int, ...]], backward: Sequence[tuple[int, ...]]
     ) -> tuple[Action, ...]:
         if action.kind == "W":  # exchanges nothing
@@ -59,8 +59,10 @@ class Links:
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """All actions that must run before ``action``, those of its own chunk too: for a backward its forward, for the
-        gradients of weights those of the inputs."""
+        """Actions of any chunk whose results ``action`` reads.
+
+        Of its own chunk, a backward reads its forward, and the gradients of weights those of the inputs.
+        """
         earlier = AFTER_OWN.get(action.kind)
         own = () if earlier is None else (Action(earlier, action.chunk, action.microbatch),)
         return own + self.before(action)

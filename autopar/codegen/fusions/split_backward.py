@@ -35,7 +35,7 @@ def split_backward(program: Program, compiled: bool) -> Program:
     layers, shapes = linear_layers(program), program.shapes
     readers = Counter(name for op in program.ops for name in op.reads)
     alone = {w.name for w in program.weights if w.requires_grad and readers[w.name] == 1} - {*program.results}
-    needed = with_needed_gradient(program)
+    needed = with_needed_gradient(program) if compiled else frozenset()
     taken = {*readers, *(value.name for value in program.values)}
     deferred: list[DeferredWgrad] = []
 

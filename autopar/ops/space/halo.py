@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.collectives import empty_resized, on
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dims
+from autopar.ops.gradient_layout import CHANNELS_LAST
 
 
 @torch.library.custom_op("autopar::halo_rows", mutates_args=())

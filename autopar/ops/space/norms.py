@@ -82,8 +82,8 @@ def laid_out_as(x: Tensor, made: Tensor, over_samples: bool) -> Tensor:
 
     Kernels differ: those of CUDA return contiguous gradients of images in channels last.
     """
-    if over_samples and made.stride() != (like := torch.empty_like(x)).stride():
-        return like.copy_(made)
+    if over_samples and made.stride() != torch.empty_like(x, device="meta").stride():
+        return torch.empty_like(x).copy_(made)
     return made.view(x.shape)
 
 

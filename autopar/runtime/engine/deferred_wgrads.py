@@ -51,13 +51,11 @@ class DeferredWgrads:
     Args:
         weights: the program's weights by name.
         main_grads: where gradients go.
-        fused: whether GEMMs add to main grads where they can, as in compiled programs.
     """
 
     layers: tuple[DeferredWgrad, ...]
     weights: Mapping[str, Tensor]
     main_grads: MainGrads
-    fused: bool
     device: torch.device
 
     @property
@@ -94,7 +92,7 @@ class DeferredWgrads:
             for name, grad in zip(layer.weights, made):
                 self.main_grads.mark_ready(name, grad)
             return
-        key = self.main_grads.main_grad_of(layer.weight) if self.fused and layer.accumulates else None
+        key = self.main_grads.main_grad_of(layer.weight) if layer.accumulates else None
         owner = OWNERS[key.data_ptr()] if key is not None and takes_products(key, x.dtype) else None
         if owner is None:
             self.main_grads.mark_ready(layer.weight, gradient.t() @ x)

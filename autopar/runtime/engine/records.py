@@ -74,8 +74,11 @@ class StepTensors:
 
 
 class SavedForward(NamedTuple):
-    """What a forward leaves for its backward: received tensors with gradients, gradient edges of results, and the list
-    that the backward fills for `DeferredWgrads`."""
+    """Tensors that the backward of a microbatch needs from its forward.
+
+    They are received tensors with gradients, gradient edges of results, and the list that the backward fills for
+    `DeferredWgrads`.
+    """
 
     inputs: list[torch.Tensor]
     edges: list[Any]

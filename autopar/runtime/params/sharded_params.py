@@ -263,7 +263,7 @@ class ShardedParams:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd stores in place of a tensor that it saves: a `SavedView` of a slot, or the tensor."""
+        """The object that autograd stores for a saved tensor: a `SavedView` of a slot, or the tensor."""
         address = tensor.untyped_storage().data_ptr()
         for number, slot in enumerate(self.slots):
             if slot.untyped_storage().data_ptr() == address:

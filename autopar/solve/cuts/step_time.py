@@ -127,7 +127,7 @@ def list_orders(
     wgrad: Sequence[float],
     transfers: Mapping[tuple[int, int], float],
 ) -> tuple[ListOrder, ...]:
-    """What list scheduling makes searched schedules from: the stages' times, and the microbatches that ranks hold."""
+    """Inputs of list scheduling: the stages' times, and the microbatches that ranks hold."""
     hops = [seconds for (src, dst), seconds in transfers.items() if abs(src - dst) == 1]
 
     def nanoseconds(seconds: Sequence[float]) -> tuple[int, ...]:

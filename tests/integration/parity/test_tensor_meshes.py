@@ -107,7 +107,7 @@ def test_dropout_norms_and_checkpoints_on_two_axes(tmp_path: Path) -> None:
     x, y = torch.randn(4, 3, 16, 16), torch.randint(0, 6, (4,))
     lamb = functools.partial(Lamb, lr=1e-2, weight_decay=0.01, max_grad_norm=None)
     draws = {f"blocks.*.{name}": f"tp0:{label}" for name, label in SPLIT_DRAWS.items()}
-    draws["blocks.*.attn.scaled_dot_product_attention"] = "tp0:n@1"  # with dropout it is a product of its own
+    draws["blocks.*.attn.scaled_dot_product_attention"] = "tp0:n@1"  # attention with dropout has its own strategies
     plan = plan_of(vit(0.2), x, "2d", "fp32", more=draws)
     with autopar.parallelize(vit(0.2), 1, x, optimizer=lamb, microbatches=2) as one:
         with autopar.parallelize(vit(0.2), 4, x, optimizer=lamb, plan=plan) as four:

@@ -127,7 +127,7 @@ def test_predicted_peaks_are_measured_ones(asked: dict[str, Any], precision: str
 
 
 def test_predicted_peaks_of_split_backwards_are_not_low() -> None:
-    """What is kept after the first half of a backward counts from the forward on: high, never low."""
+    """Tensors kept for deferred gradients count from the forward on; the estimate is high, never low."""
     torch.manual_seed(0)
     model, x, y = tiny_vit(6, embed_dim=96), torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     plan = autopar.plan(model, 2, x, optimizer=ADAMW, hardware="cpu-generic", pp=2, microbatches=4, schedule="zb-h1")
