@@ -7,13 +7,15 @@ one file per model and mesh.
 from __future__ import annotations
 
 import json
-import re
+from math import prod
 
 import pytest
 from support.effort import full, only
 from support.forks import SCRIPTS, run_ranks
 from support.hardware import slow_compute
 from support.mesh_models import MODELS
+
+from autopar.ir.layout import REPLICATED, TP, Layout
 
 MESHES = {2: ("1-2-1", "1-1-2"), 4: ("1-4-1", "2-2-1", "1-1-4", "2-1-2", "1-2-2")}
 CELLS = [(name, mesh) for name in MODELS for meshes in MESHES.values() for mesh in meshes]
@@ -59,14 +61,18 @@ def test_equals_one_device(results: dict[tuple[str, str], dict], name: str, mesh
 @pytest.mark.parametrize(("name", "mesh"), [cell for cell in only(KEPT, CELLS) if cell.values[1][2] != "1"])
 def test_each_rank_holds_only_its_shard(results: dict[tuple[str, str], dict], name: str, mesh: str) -> None:
     result, tp, itemsize = results[name, mesh], int(mesh[2]), MODELS[name].dtype.itemsize
-    split = {weight for weight, layout in result["layouts"].items() if re.fullmatch(r"tp:\d+(x\d+)?(@\d+)?", layout)}
-    assert split
+    layouts = {weight: Layout.parse(text) for weight, text in result["layouts"].items()}
+    # Of 4 ranks the plan may make one axis or two, `tp0` and `tp1`.
+    ranks = {split.axis: tp if split.axis == TP else 2 for layout in layouts.values() for split in layout.splits}
+    assert ranks
     for weight, parameter in MODELS[name].make().named_parameters():
         whole, held = parameter.numel() * itemsize, [num_bytes for num_bytes in result["weights"][weight] if num_bytes]
-        if "@" in result["layouts"].get(weight, ""):
-            assert sum(held) == whole * len(held) // tp and max(held) < whole, weight
+        layout = layouts.get(weight, REPLICATED)
+        parts = prod(ranks[split.axis] for split in layout.splits)
+        if layout.ragged:
+            assert sum(held) == whole * len(held) // parts and max(held) < whole, weight
         else:
-            assert set(held) == {whole // (tp if weight in split else 1)}, weight
+            assert set(held) == {whole // parts}, weight
 
 
 def test_fused_queries_keys_and_values_are_split_by_heads(results: dict[tuple[str, str], dict]) -> None:

@@ -124,7 +124,10 @@ def test_layer_decay_under_a_schedule_equals_timm(trained: Any, name: str, mesh:
     assert_equals_one_device(trained[name, mesh], set())
 
 
-@pytest.mark.parametrize("mesh", only([{"tp": 2}], [{"pp": 2}, {"dp": 2, "zero": 1}, {"tp": 2}]), ids=str)
+# One schedule for both optimizers: a searched one may keep less where state takes more.
+@pytest.mark.parametrize(
+    "mesh", only([{"tp": 2}], [{"pp": 2, "schedule": "1f1b"}, {"dp": 2, "zero": 1}, {"tp": 2}]), ids=str
+)
 def test_what_is_predicted_is_what_ranks_keep(mesh: dict[str, Any], tmp_path: Path) -> None:
     # Where collectives take no time, all is split with any optimizer.
     text, path = (cost_model_dir() / "cpu-generic.toml").read_text(), tmp_path / "near.toml"

@@ -289,13 +289,14 @@ def test_models_take_what_is_reserved(name: str, precision: Precision, planner: 
     model, x = case.make(), case.x(8)
     pm = over_buffers(case, model, x, PLANNERS[planner](model, x, precision), [buffers])
     pm.eval()(x)
-    assert 0 < buffers.taken() <= buffers.reserved
+    evaluated, taken = buffers.reserved, buffers.taken()
+    assert 0 < taken <= evaluated <= TP * taken  # gradients that an evaluation has not
     pm.train()
     for batch in (8, 16):
         assert isfinite(pm.train_step(case.x(batch), case.y(batch)).loss)
         # Forward and backward have run: but for a sum's segments of one length, nothing was reserved in vain.
         taken = buffers.taken()
-        assert taken <= buffers.reserved <= taken + 4 * (TP - 1)
+        assert taken <= buffers.reserved <= max(evaluated, taken + 4 * (TP - 1))
     before = buffers.reserved
     pm.train_step(case.x(8), case.y(8))
     assert buffers.reserved == before
@@ -304,7 +305,7 @@ def test_models_take_what_is_reserved(name: str, precision: Precision, planner: 
     buffers.taken()
     pm.eval()(case.x(40))
     taken = buffers.taken()
-    assert taken <= buffers.reserved <= max(before, TP * taken)  # gradients that an evaluation has not
+    assert taken <= buffers.reserved <= max(before, TP * taken)
 
 
 @pytest.mark.parametrize("name", only(["unet"], ["vit", "unet"]))
