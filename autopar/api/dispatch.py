@@ -298,7 +298,7 @@ class Dispatcher:
         Args:
             kept: flattened outputs of each microbatch, by rank.
         """
-        last, tp = self.mesh.pp - 1, self.mesh.tp
+        last, tp = self.plan.placement.last_position, self.mesh.tp
         if isinstance(self.ranks, SpmdBackend):
             own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
             readers = [self.mesh.rank(Place(s, self.data_rank, t)) for s in range(self.mesh.pp) for t in range(tp)]
@@ -357,7 +357,7 @@ class Dispatcher:
                 if isinstance(ref, Ref) and ref.name in names
             ]
             check_real(read, "input", rank)
-            if place.stage == self.mesh.pp - 1:
+            if self.plan.has_last_stage(rank):
                 check_real(targets, "target", rank)
 
     def outputs(self, request: BatchRequest, parts: Sequence[Graph]) -> Outputs:
@@ -418,7 +418,7 @@ class Dispatcher:
             joined: as in `BatchPartition`.
         """
         place = self.mesh.place(rank)
-        own, last = microbatches[place.replica % len(microbatches)], place.stage == self.mesh.pp - 1
+        own, last = microbatches[place.replica % len(microbatches)], self.plan.has_last_stage(rank)
         training = request.target is not None
         data = StepData(
             [microbatch.inputs(self.stages(rank)) for microbatch in own],
@@ -438,7 +438,7 @@ class Dispatcher:
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank runs."""
-        return self.mesh.stages(rank, self.plan.chunks)
+        return self.plan.stages_of(rank)
 
     def send_programs(self, specializations: Sequence[Specialization]) -> None:
         """Send each rank its programs of the specializations that it does not have yet."""
@@ -457,16 +457,18 @@ class Dispatcher:
 
     def check_schedule(self, name: str, specializations: Sequence[Specialization], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
-        stages, pp, chunks, order = self.programs.num_stages, self.mesh.pp, self.plan.chunks, self.plan.order
+        stages, placement, order = self.programs.num_stages, self.plan.placement, self.plan.order
+        pp, chunks = placement.pp, placement.chunks
         if (name, count) in self.checked or count == 0:
             return
         edges = {(e.src, e.dst) for s in specializations for p in s.programs for e in p.sends}
         training = name != "forward-only"
         check(
-            generate(name, pp, count, chunks, order),
+            generate(name, pp, count, chunks, order, placement.is_v),
             num_chunks=stages,
             microbatches=count,
             edges=sorted(edges | {(i, i + 1) for i in range(stages - 1)}),
+            is_v=placement.is_v,
             in_flight=[max_in_flight(name, r, pp, count, chunks, order) for r in range(pp)] if training else None,
             training=training,
         )

@@ -86,7 +86,7 @@ class ParallelModel:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process has to pass real inputs; if not, tensors on the meta device are enough."""
-        stages = {s for rank in self._ranks.numbers for s in self.plan.mesh.stages(rank, self.plan.chunks)}
+        stages = {s for rank in self._ranks.numbers for s in self.plan.stages_of(rank)}
         programs = [own.programs[stage] for own in self._programs.specializations.values() for stage in stages]
         read = {value.name for program in programs for value in program.inputs}
         return not read <= {RNG_COUNTERS}
@@ -94,7 +94,7 @@ class ParallelModel:
     @property
     def needs_targets(self) -> bool:
         """Whether this process has to pass real targets; if not, tensors on the meta device are enough."""
-        return any(self.plan.mesh.place(rank).stage == self.plan.mesh.pp - 1 for rank in self._ranks.numbers)
+        return any(map(self.plan.has_last_stage, self._ranks.numbers))
 
     def data_sum(self, numbers: Sequence[float]) -> list[float]:
         """Sums over the data ranks of the numbers that each passes for its part; all ranks of torchrun call it."""

@@ -120,8 +120,8 @@ class ProgramCache:
     @property
     def positions(self) -> Mapping[str, tuple[int, ...]]:
         """Positions in the pipeline that hold each weight; a rank with several stages holds it once."""
-        pp = self.plan.mesh.pp
-        return {name: tuple(sorted({stage % pp for stage in stages})) for name, stages in self.holders.items()}
+        at = self.plan.placement.position
+        return {name: tuple(sorted({at(stage) for stage in stages})) for name, stages in self.holders.items()}
 
     def split(self, graph: Graph, stage_of: Mapping[str, int], planned: bool = False) -> Programs:
         """The program of each stage: the graph sharded over the tensor axis, split by stage, with its segments.

@@ -67,9 +67,9 @@ class Mesh:
         stage, replica = divmod(rest, self.dp)
         return Place(stage, replica, shard)
 
-    def ranks(self, stage: int) -> tuple[int, ...]:
-        """All ranks of one stage: the ranks at position ``stage % pp``."""
-        width, position = self.tp * self.dp, stage % self.pp
+    def ranks(self, position: int) -> tuple[int, ...]:
+        """All ranks at one position of the pipeline."""
+        width = self.tp * self.dp
         return tuple(range(position * width, (position + 1) * width))
 
     @property
@@ -87,14 +87,6 @@ class Mesh:
         size, stride = (sizes | {own.name: (own.ranks, own.stride) for own in tensor_axes(self.axis_sizes)})[axis]
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
-
-    def stages(self, rank: int, chunks: int) -> tuple[int, ...]:
-        """The stages of a rank.
-
-        Args:
-            chunks: number of model chunks of each rank.
-        """
-        return tuple(range(self.place(rank).stage, self.pp * chunks, self.pp))
 
     def __str__(self) -> str:
         tp = f"({' × '.join(map(str, self.tp_axes))})" if self.tp_axes else str(self.tp)

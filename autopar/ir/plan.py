@@ -15,6 +15,7 @@ from autopar.ir.files import replacing
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.microbatches import microbatch_size
+from autopar.ir.placement import Placement, placement_of
 from autopar.ir.plan_invariants import check_invariants
 from autopar.ir.plan_parts import (
     Alternative,
@@ -105,6 +106,19 @@ class Plan:
     @property
     def replicas(self) -> Replicas:
         return Replicas(self.mesh.dp, self.zero, self.dp_shard)
+
+    @property
+    def placement(self) -> Placement:
+        """Which position of the pipeline runs which stages."""
+        return placement_of(self.schedule, self.mesh.pp, self.chunks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs."""
+        return self.placement.stages(self.mesh.place(rank).stage)
+
+    def has_last_stage(self, rank: int) -> bool:
+        """Whether a rank runs the last stage, which computes losses."""
+        return self.mesh.place(rank).stage == self.placement.last_position
 
     @property
     def transfer_seconds(self) -> Mapping[tuple[int, int], float]:

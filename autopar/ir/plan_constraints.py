@@ -8,6 +8,7 @@ from math import inf, prod
 from typing import get_args
 
 from autopar.errors import UsageError
+from autopar.ir.placement import V_CHUNKS, V_SHAPED
 from autopar.ir.plan_parts import (
     INTERLEAVED,
     SEVERAL_CHUNKS,
@@ -42,13 +43,14 @@ class PlanConstraints:
         reduce_dtype: dtype in which gradients travel between replicas. "float32" is that of main gradients (float64 in
             a float64 model). "bfloat16" halves the bytes and rounds each gradient; NCCL and Gloo round partial sums
             too, peer GPUs add in float32. Main gradients stay float32, and accumulate in it.
-        chunks: stages of a rank; more than one needs an interleaved schedule.
+        chunks: stages of a rank; more than one needs an interleaved schedule, zb-v or searched.
         microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
         microbatch_size: most samples of a microbatch.
-        schedule: "auto", the default, takes the fastest of 1f1b, interleaved, interleaved-overlap, zb-h1 and searched
-            that fits. All but 1f1b leave only meshes with a pipeline. zb-h1 and searched split backwards into gradients
-            of inputs and of weights, which fill bubbles; searched is ordered for the stages' times and the memory that
-            is left. gpipe takes as long as 1f1b and keeps more activations.
+        schedule: "auto", the default, takes the fastest of 1f1b, interleaved, interleaved-overlap, zb-h1, zb-v and
+            searched that fits. All but 1f1b leave only meshes with a pipeline. The last three split backwards into
+            gradients of inputs and of weights, which fill bubbles: zb-h1 with one stage a rank, zb-v with two, both in
+            about the memory of 1f1b, and searched in an order for the stages' times and the memory that is left. gpipe
+            takes as long as 1f1b and keeps more activations.
         balance: what the stages share evenly.
         pins: stage of an operation or of a whole module, by name.
         memory: byte per device; the cost model's by default.
@@ -133,6 +135,11 @@ class PlanConstraints:
             raise UsageError(
                 f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
                 f"schedule={', '.join(map(repr, SEVERAL_CHUNKS))} or 'auto', or leave chunks out."
+            )
+        if self.schedule in V_SHAPED and self.chunks not in (None, V_CHUNKS):
+            raise UsageError(
+                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has {V_CHUNKS}. Leave "
+                "chunks out."
             )
         if self.schedule in SPLIT and (self.zero or 0) >= 2:
             raise UsageError(

@@ -8,6 +8,7 @@ from math import prod
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
+from autopar.ir.placement import V_CHUNKS
 from autopar.ir.plan_parts import INTERLEAVED, SEVERAL_CHUNKS, SPLIT, PlanView
 from autopar.ir.units import plural
 
@@ -51,6 +52,8 @@ def check_schedule(plan: PlanView, fail: Fail) -> None:
     if plan.schedule not in SEVERAL_CHUNKS and plan.chunks > 1:
         names = f"{', '.join(several)} and {last}"
         fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has one. Only {names} have several.")
+    if plan.placement.is_v and plan.chunks != V_CHUNKS:
+        fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has {V_CHUNKS}.")
     order, stages, pp = plan.order, plan.mesh.pp * plan.chunks, plan.mesh.pp
     if (order is not None) != (plan.schedule == "searched"):
         given = "is missing; a searched schedule is made from it" if order is None else f"is not for {plan.schedule}"
@@ -115,7 +118,7 @@ def check_stages(plan: PlanView, fail: Fail) -> None:
         for name, number in numbers.items():
             if isinstance(number, int | float) and number < 0:
                 fail(f"stages.{i}.{name}", f"is {number}, must not be negative.")
-        if stage.ranks != (ranks := plan.mesh.ranks(i % plan.mesh.pp)):
+        if stage.ranks != (ranks := plan.mesh.ranks(plan.placement.position(i))):
             fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be {ranks[0]} to {ranks[-1]}.")
 
 

@@ -9,14 +9,17 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import SkipValidation, with_config
 
 from autopar.ir.mesh import STRICT, Mesh
+from autopar.ir.placement import Placement
 
-ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap", "zb-h1", "searched"]
+ScheduleName = Literal[
+    "forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap", "zb-h1", "zb-v", "searched"
+]
 # Schedules of a training step that allow several chunks per rank, the one that keeps the fewest activations first.
 INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
 # Schedules whose backwards are split into gradients of inputs and of weights.
-SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "searched")
+SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "zb-v", "searched")
 # Schedules that allow several chunks per rank.
-SEVERAL_CHUNKS: tuple[ScheduleName, ...] = (*INTERLEAVED, "searched")
+SEVERAL_CHUNKS: tuple[ScheduleName, ...] = (*INTERLEAVED, "zb-v", "searched")
 # Schedules that are for pipelines alone.
 OF_PIPELINES: tuple[ScheduleName, ...] = (*INTERLEAVED, *SPLIT)
 RequestedSchedule = ScheduleName | Literal["auto"]
@@ -415,6 +418,8 @@ class PlanView(Protocol):
     def hardware(self) -> HardwareInfo: ...
     @property
     def chunks(self) -> int: ...
+    @property
+    def placement(self) -> Placement: ...
     @property
     def order(self) -> ListOrder | None: ...
     @property

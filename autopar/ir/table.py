@@ -106,7 +106,8 @@ def stage_table(plan: PlanView, width: int) -> Table:
     slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
     peaks = column([s.peak_bytes for s in stages], BYTES)
     stage_shares = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
-    rank_shares = [sum(stage_shares[i % pp :: pp]) for i in range(len(stages))]
+    own = [plan.placement.stages(plan.placement.position(i)) for i in range(len(stages))]
+    rank_shares = [sum(stage_shares[s] for s in row) for row in own]
     chunks = {"chunk": [str(i // pp) for i in range(len(stages))]} if plan.chunks > 1 else {}
     recompute = {"recompute": [s.recompute_text for s in stages]} if any(s.recompute != "none" for s in stages) else {}
     shares = [percent(share, 0) for share in stage_shares]

@@ -125,7 +125,7 @@ class Rank:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes losses."""
-        return self.place.stage == self.mesh.pp - 1
+        return self.place.stage == self.spec.placement.last_position
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -198,8 +198,9 @@ class Rank:
         # one.
         key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature)
         if key not in self.bound_steps:
+            placement, count = self.spec.placement, len(request.programs)
             schedule = generate(
-                request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks, self.spec.order
+                request.schedule, placement.pp, count, placement.chunks, self.spec.order, placement.is_v
             )
             loss_fn = self.step_loss() if self.is_last_stage and request.training else None
             batch_loss = None
@@ -208,8 +209,8 @@ class Rank:
                 loss_fn, batch_loss = None, BatchLoss(loss_fn, request.joined, replicas)
             chunks = [self.chunks[k] for k in request.programs]
             step = self.bound_steps[key] = BoundStep(
-                schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.flag_recorder,
-                self.device, loss_fn, request.training, batch_loss,
+                schedule, placement, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport,
+                self.flag_recorder, self.device, loss_fn, request.training, batch_loss,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
             if self.sharded is not None and self.sharded.slots and request.training:

@@ -13,6 +13,7 @@ from torch import nn
 from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, AxisSizes, Layout
 from autopar.ir.mesh import Mesh, Place
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import ListOrder, ReduceDtype, Replicas, ZeroStage
 from autopar.ir.program import Program
 from autopar.ir.tensor_axes import axis_index
@@ -90,6 +91,7 @@ class RankSpec:
             replicas share the elements of weights, only of those that are not cut. Empty without ZeRO.
         stage_edges: directed pairs of stages that exchange tensors.
         chunks: number of stages of each rank.
+        is_v: whether the stages lie in a V, see `Placement`.
         order: of a searched schedule.
         trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
         autocast: low dtype of mixed precision, or None.
@@ -120,6 +122,7 @@ class RankSpec:
     kept: frozenset[str] = frozenset()
     autocast: str | None = None
     chunks: int = 1
+    is_v: bool = False
     order: ListOrder | None = None
     region: str = "the whole model"
     predicted_bytes: int = 0
@@ -156,6 +159,11 @@ class RankSpec:
         return self.mesh.group(self.rank, "dp")
 
     @property
+    def placement(self) -> Placement:
+        """Which position of the pipeline runs which stages."""
+        return Placement(self.mesh.pp, self.chunks, self.is_v)
+
+    @property
     def replicas(self) -> Replicas:
         return Replicas(self.mesh.dp, self.zero, self.dp_shard)
 
@@ -186,13 +194,14 @@ class RankSpec:
     def channels(self) -> tuple[tuple[int, int, int], ...]:
         """(src, dst, channel index) of all rank pairs that exchange tensors; equal on all ranks."""
         lines = [self.mesh.group(rank, "pp") for rank in self.mesh.ranks(0)]
-        pp = self.mesh.pp
+        placement = self.placement
+        at = placement.position
         return tuple(
             sorted(
-                (line[src % pp], line[dst % pp], channel_index(src, dst, pp, self.chunks))
+                (line[at(src)], line[at(dst)], channel_index(src, dst, placement))
                 for line in lines
                 for src, dst in self.stage_edges
-                if src % pp != dst % pp
+                if placement.are_apart(src, dst)
             )
         )
 
@@ -234,11 +243,19 @@ class RankSpec:
         return positions[0] == self.place.stage and not any(copies)
 
 
-def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
-    """``rank 3 (stage 1)``: the rank's stages, and its replica and shard where the mesh has these axes."""
+def rank_text(mesh: Mesh, rank: int, placement: Placement | None = None) -> str:
+    """``rank 3 (stage 1)``: the rank's stages, and its replica and shard where the mesh has these axes.
+
+    Args:
+        placement: of the stages. Default: one on each rank.
+    """
     place = mesh.place(rank)
-    stages = " and ".join(map(str, mesh.stages(rank, chunks)))
-    words = [f"stage{'s' * (chunks > 1)} {stages}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
+    stages = placement.stages(place.stage) if placement is not None else (place.stage,)
+    words = (
+        [f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"]
+        if mesh.pp > 1 or mesh.dp == mesh.tp == 1
+        else []
+    )
     words += [f"replica {place.replica}"] if mesh.dp > 1 else []
     words += [f"shard {place.shard}"] if mesh.tp > 1 else []
     return f"rank {rank} ({', '.join(words)})"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NoReturn
 
 from autopar.errors import ScheduleError, UsageError
+from autopar.ir.placement import Placement
 from autopar.schedule.actions import Action, ActionKind, Schedule, format_grid, is_split
 from autopar.schedule.order import AFTER_OWN, Links, chain_edges, run_order, topological_order, wait_cycle
 
@@ -21,14 +22,15 @@ def check(
     num_chunks: int,
     microbatches: int,
     edges: Collection[tuple[int, int]] | None = None,
+    is_v: bool = False,
     in_flight: Sequence[int] | None = None,
     training: bool = True,
 ) -> None:
     """Prove that the schedule keeps every promise on which a runtime relies.
 
-    1. Each forward of every chunk and microbatch runs exactly once, on rank chunk % ranks; when training each backward
-       too, after its own forward, or each half of it if the schedule splits any, first the gradients of inputs. So each
-       receive has its send.
+    1. Each forward of every chunk and microbatch runs exactly once, on the chunk's rank (`Placement`); when training
+       each backward too, after its own forward, or each half of it if the schedule splits any, first the gradients of
+       inputs. So each receive has its send.
     2. Between any two chunks, in each direction, messages are received in the order in which they are sent. Where ranks
        have one chunk each, that holds between ranks.
     3. No deadlock when sends never wait and an action waits for all it receives.
@@ -44,6 +46,7 @@ def check(
     Args:
         edges: pairs (src, dst) with src < dst along which activations travel, gradients travelling back; by default
             all pairs of consecutive chunks.
+        is_v: whether the chunks lie in a V.
         in_flight: a bound per rank; see `max_in_flight`.
         training: whether each forward has a backward; otherwise there must be none, and nothing is in flight.
     Raises:
@@ -56,7 +59,8 @@ def check(
             "All must be at least 1."
         )
     links = Links.of(edges, num_chunks)
-    where = _check_each_once(schedule, num_chunks, microbatches, training)
+    placement = Placement(len(schedule), -(-num_chunks // len(schedule)), is_v)
+    where = _check_each_once(schedule, placement, num_chunks, microbatches, training)
     _check_backward_follows(schedule, where)
     _check_channels(schedule, links, where)
     run_order(schedule, links)
@@ -128,9 +132,8 @@ def _fail(words: str, schedule: Schedule, marked: Collection[GridCell]) -> NoRet
 
 
 def _check_each_once(
-    schedule: Schedule, num_chunks: int, microbatches: int, training: bool
+    schedule: Schedule, placement: Placement, num_chunks: int, microbatches: int, training: bool
 ) -> Mapping[Action, GridCell]:
-    pp = len(schedule)
     where: dict[Action, GridCell] = {}
     for rank, row in enumerate(schedule):
         for index, action in enumerate(row):
@@ -140,8 +143,8 @@ def _check_each_once(
             if action.kind != "F" and not training:
                 words = "is a backward, and nothing is trained here. Remove it."
                 _fail(f"{action} on rank {rank} {words}", schedule, [(rank, index)])
-            if action.chunk % pp != rank:
-                words = f"chunk {action.chunk} belongs to rank {action.chunk % pp} of {pp}. Move it there."
+            if (own := placement.position(action.chunk)) != rank:
+                words = f"chunk {action.chunk} belongs to rank {own} of {placement.pp}. Move it there."
                 _fail(f"{action} is on rank {rank}, but {words}", schedule, [(rank, index)])
             if action in where:
                 words = f"as actions {where[action][1]} and {index} (counted from 0). Remove one."
@@ -157,7 +160,7 @@ def _check_each_once(
         for microbatch in range(microbatches):
             for action in (Action(kind, chunk, microbatch) for kind in kinds):
                 if action not in where:
-                    rank = chunk % pp
+                    rank = placement.position(chunk)
                     words = f"rank {rank} ends after {len(schedule[rank])} actions without it. Add it."
                     _fail(f"{action} is missing: {words}", schedule, [(rank, len(schedule[rank]))])
     return where

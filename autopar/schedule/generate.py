@@ -6,25 +6,30 @@ would add them, and messages between two stages stay in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby, pairwise, zip_longest
 from operator import ge
 
 from autopar.errors import UsageError, suggest
+from autopar.ir.placement import V_CHUNKS, V_SHAPED, Placement
 from autopar.ir.plan_parts import SEVERAL_CHUNKS, ListOrder
-from autopar.schedule.actions import Action, Schedule
+from autopar.schedule.actions import Action, ActionKind, Schedule
 from autopar.schedule.list_schedule import list_schedule
 
 
-def forward_only(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> tuple[Action, ...]:
-    """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`."""
+def forward_only(
+    rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0, is_v: bool = False
+) -> tuple[Action, ...]:
+    """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`.
+
+    Args:
+        is_v: whether the stages lie in a V, see `Placement`.
+    """
+    own = Placement(pp, chunks, is_v).stages(rank)
     return tuple(
-        Action("F", rank + chunk * pp, i)
-        for group in microbatch_groups(pp, microbatches, ahead)
-        for chunk in range(chunks)
-        for i in group
+        Action("F", stage, i) for group in microbatch_groups(pp, microbatches, ahead) for stage in own for i in group
     )
 
 
@@ -61,9 +66,9 @@ def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int =
     """
     forwards = forward_only(rank, pp, microbatches, chunks, ahead)
     backwards = tuple(
-        Action("B", rank + chunk * pp, i)
+        Action("B", stage, i)
         for group in microbatch_groups(pp, microbatches, ahead)
-        for chunk in reversed(range(chunks))
+        for stage in reversed(Placement(pp, chunks).stages(rank))
         for i in group
     )
     first = min(warmup(rank, pp, microbatches, chunks, ahead), len(forwards))
@@ -85,6 +90,44 @@ def zb_h1(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, .
         if action.kind == "B" and action.microbatch >= rank:
             row.append(Action("W", rank, action.microbatch - rank))
     return tuple(row) + tuple(Action("W", rank, i) for i in range(max(0, microbatches - rank), microbatches))
+
+
+def zb_v(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """Actions of a rank for ZB-V: split backwards, and stages in a V, p and 2·pp − 1 − p on rank p.
+
+    Every rank keeps at most 2·pp activations of its stages, which are half as large as those of 1F1B: as much memory as
+    1F1B's first rank needs. Where F, I and W take equally long, a rank waits for the first forwards of the ranks before
+    it and is busy from then on. With fewer than 2·pp − 1 microbatches, actions of missing ones are left out.
+
+    Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), the V-shaped schedule with zero bubble.
+    """
+    down, up = Placement(pp, V_CHUNKS, is_v=True).stages(rank)
+    row, counts = list[Action](), dict[tuple[ActionKind, int], int]()
+
+    def run(kinds: Sequence[ActionKind], stage: int) -> None:
+        for kind in kinds:
+            number = counts[kind, stage] = counts.get((kind, stage), -1) + 1
+            if number < microbatches:
+                row.append(Action(kind, stage, number))
+
+    for _ in range(2 * (pp - rank) - 1):  # until the first microbatch is back
+        run(("F",), down)
+    for _ in range(rank):
+        run(("F",), up)
+        run(("F",), down)
+    for _ in range(pp - rank):  # until its gradient is back
+        run(("F", "I", "W"), up)
+    for _ in range(max(microbatches - pp, pp - 1)):
+        run(("F", "I", "W"), down)
+        run(("F", "I", "W"), up)
+    for _ in range(rank):
+        run(("I",), down)
+        run(("I",), up)
+    for _ in range(pp - rank):
+        run(("I", "W"), down)
+    for stage in (up, down):
+        run(("W",) * rank, stage)
+    return tuple(row)
 
 
 def interleaved_overlap(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
@@ -142,6 +185,11 @@ def interleaved_in_flight(rank: int, pp: int, microbatches: int, chunks: int, ah
     return min(chunks * microbatches, warmup(rank, pp, microbatches, chunks, ahead) + 1)
 
 
+def zb_v_in_flight(rank: int, pp: int, microbatches: int, chunks: int) -> int:
+    """Maximum number of activations in flight: those of both stages before the first gradient of weights."""
+    return min(2 * pp - rank - 1, microbatches) + min(rank + 1, microbatches)
+
+
 @dataclass(frozen=True)
 class ScheduleSpec:
     """Functions of a schedule, each of (rank, pp, microbatches, chunks).
@@ -166,19 +214,25 @@ SCHEDULES: Mapping[str, ScheduleSpec] = {
         interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP_EXTRA), allows_chunks=True
     ),
     "zb-h1": ScheduleSpec(zb_h1, lambda rank, pp, microbatches, chunks: min(pp, microbatches)),
+    "zb-v": ScheduleSpec(zb_v, zb_v_in_flight, allows_chunks=True),
 }
-SEARCHED = "searched"
+SEARCHED, FORWARD_ONLY = "searched", "forward-only"
 
 
-def generate(name: str, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None) -> Schedule:
+def generate(
+    name: str, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None, is_v: bool = False
+) -> Schedule:
     """The actions of every rank, for any number of ranks, microbatches and chunks per rank.
 
     Args:
         order: of a searched schedule.
+        is_v: of forwards alone, whether the stages lie in a V.
     Raises:
-        UsageError: no schedule has that name, a number is below 1, or the schedule allows fewer chunks.
+        UsageError: no schedule has that name, a number is below 1, or the schedule allows other numbers of chunks.
     """
     spec = _schedule_spec(name, pp, microbatches, chunks, order)
+    if name == FORWARD_ONLY:
+        return tuple(forward_only(rank, pp, microbatches, chunks, is_v=is_v) for rank in range(pp))
     return tuple(spec.actions(rank, pp, microbatches, chunks) for rank in range(pp))
 
 
@@ -188,14 +242,14 @@ def max_in_flight(
     """The most (chunk, microbatch) pairs whose activations ``rank`` keeps for a backward at one time.
 
     With p ranks, v chunks per rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B,
-    min(m, p) for ZB-H1. With more than one chunk it is min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size
-    of the largest of `microbatch_groups`. Interleaved has n of at most 2·p - 1, and p where p divides m;
-    interleaved-overlap at most 2·p + 1, and p + 1 where p + 1 divides m. A searched schedule has its limit.
+    min(m, p) for ZB-H1, min(m, 2·p - rank - 1) + min(m, rank + 1) for ZB-V. With more than one chunk it is
+    min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size of the largest of `microbatch_groups`. Interleaved
+    has n of at most 2·p - 1, and p where p divides m; interleaved-overlap at most 2·p + 1, and p + 1 where p + 1
+    divides m. A searched schedule has its limit.
 
     Raises:
         UsageError: no schedule has that name, the rank is not in the pipeline, a number is below 1, or the schedule
-        allows
-            fewer chunks.
+            allows other numbers of chunks.
     """
     spec = _schedule_spec(name, pp, microbatches, chunks, order)
     if not 0 <= rank < pp:
@@ -239,6 +293,10 @@ def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int, order: Li
     if name == SEARCHED:
         assert order is not None and len(order.forward) == pp * chunks, f"{order} for {pp} ranks of {chunks} chunks"
         return searched(order)
+    if name in V_SHAPED and chunks != V_CHUNKS:
+        raise UsageError(
+            f"Schedule {name} with chunks={chunks}: it has {V_CHUNKS} chunks a rank. Use chunks={V_CHUNKS}."
+        )
     if chunks > 1 and not SCHEDULES[name].allows_chunks:
         several = ", ".join(SEVERAL_CHUNKS)
         raise UsageError(f"Schedule {name} with chunks={chunks}: it has one chunk a rank. Use {several}, or chunks=1.")

@@ -31,7 +31,7 @@ def setting_of(problem: CutProblem, link: Link) -> Setting:
 def with_link(problem: CutProblem, link: Link) -> CutProblem:
     """The problem with the boundaries that `setting_of` has."""
     hardware = setting_of(problem, link).hardware
-    return replace(problem, boundary=boundary_links(hardware, problem.mesh, problem.chunks))
+    return replace(problem, boundary=boundary_links(hardware, problem.mesh, problem.placement))
 
 
 def contiguous(problem: CutProblem) -> Iterator[tuple[int, ...]]:

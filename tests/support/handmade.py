@@ -20,6 +20,7 @@ from autopar.api.rank_specs import rank_specs
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import placement_of
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import (
     HardwareInfo,
@@ -77,8 +78,9 @@ def plan_by_hand(
     starts = [0, *(names.index(first) for first in firsts), len(names)]
     assert (len(starts) - 1) % chunks == 0, f"{len(starts) - 1} stages in {chunks} chunks"
     mesh = Mesh((len(starts) - 1) // chunks, prod(tp_axes) if tp_axes else tp, dp, tp_axes)
+    placement = placement_of(schedule, mesh.pp, chunks)
     stages = tuple(
-        Stage(names[low], names[high - 1], mesh.ranks(i), 0, 1.0, 2.0, 0, 0)
+        Stage(names[low], names[high - 1], mesh.ranks(placement.position(i)), 0, 1.0, 2.0, 0, 0)
         for i, (low, high) in enumerate(pairwise(starts))
     )
     inputs = tuple(InputInfo(v.name, (call.batch, *v.shape[1:]), v.dtype) for v in graph.inputs)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Value
+from autopar.ir.placement import Placement
 from autopar.ir.program import Edge, Program, input_names
 
 
-def channel_index(src: int, dst: int, pp: int, chunks: int) -> int:
+def channel_index(src: int, dst: int, placement: Placement) -> int:
     """Index of two chunks among the chunk pairs of their ranks; messages are in order per chunk pair only."""
-    return src // pp * chunks + dst // pp
+    return src // placement.pp * placement.chunks + dst // placement.pp
 
 
 def input_indices(programs: Sequence[Program]) -> list[list[int]]:

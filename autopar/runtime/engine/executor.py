@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Ref
+from autopar.ir.placement import Placement
 from autopar.ir.program import Edge, Program
 from autopar.ir.pytree import tree_map, unflatten
 from autopar.runtime.comm.protocols import FlagChannel, MessageBytes, RecvHandle, SendHandle, Transport
@@ -59,6 +60,7 @@ class BoundStep:
     def __init__(
         self,
         schedule: Schedule,
+        placement: Placement,
         position: int,
         ranks: Sequence[int],
         chunks: Sequence[Sequence[ChunkModule]],
@@ -73,6 +75,7 @@ class BoundStep:
 
         Args:
             schedule: actions of all pipeline positions; this rank runs those of ``position``.
+            placement: of the chunks.
             ranks: rank at each pipeline position.
             chunks: for each microbatch, this rank's chunks. Chunks of two microbatches differ in shapes only.
             transport: moves tensors to and from the other positions.
@@ -82,8 +85,7 @@ class BoundStep:
             training: keep what backward needs; otherwise run without gradients.
             batch_loss: on the last stage of a training step whose batch has one loss.
         """
-        self.position, self.ranks, self.flags = position, ranks, flags
-        self.num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=0) // len(ranks)
+        self.placement, self.position, self.ranks, self.flags = placement, position, ranks, flags
         self.device = device
         self.loss_fn, self.batch_loss = loss_fn, batch_loss
         self.training = training
@@ -179,19 +181,19 @@ class BoundStep:
 
     def rank_of(self, chunk: int) -> int:
         """Rank that runs a chunk."""
-        return self.ranks[chunk % len(self.ranks)]
+        return self.ranks[self.placement.position(chunk)]
 
     def is_local(self, chunk: int) -> bool:
         """Whether this rank runs a chunk."""
-        return chunk % len(self.ranks) == self.position
+        return self.placement.position(chunk) == self.position
 
     def channel_index(self, src: int, dst: int) -> int:
         """Index that separates the messages of two chunks from other messages between their ranks."""
-        return channel_index(src, dst, len(self.ranks), self.num_chunks)
+        return channel_index(src, dst, self.placement)
 
     def tag(self, number: int, microbatch: int, src: int, dst: int) -> int:
         """Tag that is unique among the tensors of one directed pair of ranks in one step."""
-        return (microbatch * self.num_chunks**2 + self.channel_index(src, dst)) * MAX_TENSORS_PER_PAIR + number
+        return (microbatch * self.placement.chunks**2 + self.channel_index(src, dst)) * MAX_TENSORS_PER_PAIR + number
 
     def send(self, tensor: torch.Tensor, src: int, dst: int, tag: int) -> None:
         """Send to a chunk during an action; `release_sends` frees the tensor.

@@ -20,15 +20,16 @@ def buffer_bytes(problem: CutProblem, stage_of: Sequence[int]) -> tuple[int, ...
 
     Error: messages of a ragged last microbatch count as full ones. Evaluation and other batch sizes may reserve more.
     """
-    incoming, pp = incoming_bytes(problem, stage_of), problem.pp
-    most = max(sum(incoming[p::pp]) for p in range(pp))
+    incoming, placement = incoming_bytes(problem, stage_of), problem.placement
+    totals = [sum(incoming[s] for s in placement.stages(p)) for p in range(problem.pp)]
     symmetric = [0] * problem.stages
     if "tp" in problem.peers:
         for group, s in zip(problem.cost.groups, stage_of, strict=True):
-            symmetric[s % pp] = max(symmetric[s % pp], group.symmetric_buffer_bytes)
+            first = placement.position(s)
+            symmetric[first] = max(symmetric[first], group.symmetric_buffer_bytes)
     found = [incoming[s] + problem.fixed_bytes(s) + symmetric[s] for s in range(problem.stages)]
-    for p in range(pp):
-        found[p] += most - sum(incoming[p::pp])
+    for p, total in enumerate(totals):
+        found[p] += max(totals) - total
     return tuple(found)
 
 
@@ -40,7 +41,7 @@ def incoming_bytes(problem: CutProblem, stage_of: Sequence[int]) -> list[int]:
     for flow in leaving_edges(problem, stage_of):
         src, size = stage_of[flow.producer], problem.places * message_bytes(flow.num_bytes)
         for dst in {stage_of[c] for c in flow.consumers}:
-            if (dst - src) % problem.pp:
+            if problem.placement.are_apart(src, dst):
                 incoming[dst] += size
                 incoming[src] += size * flow.requires_grad
     return incoming

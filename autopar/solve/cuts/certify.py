@@ -135,7 +135,7 @@ class Search:
                 self.keep("pipeline", {(s, Quantity.LOAD): 1.0})
         else:
             for position in range(problem.pp):  # the path through all actions of each rank
-                seconds = [1.0 + problem.stages * (s % problem.pp == position) for s in stages]
+                seconds = [1.0 + problem.stages * (problem.placement.position(s) == position) for s in stages]
                 self.keep("pipeline", self.path(seconds, seconds, {}))
                 self.keep("tail", self.tail(position))
 
@@ -402,7 +402,7 @@ class Search:
         problem, units = self.traced.problem, self.traced.units(stage_of)
         ranks, incoming = rank_costs(problem, stage_costs(problem, units)), incoming_bytes(problem, units)
         fullest = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
-        receives = max(range(problem.pp), key=lambda p: sum(incoming[p :: problem.pp]))
+        receives = max(range(problem.pp), key=lambda p: sum(incoming[s] for s in problem.stages_at(p)))
         return {*problem.stages_at(fullest), *(problem.stages_at(receives) if problem.places else ())}
 
 
@@ -416,7 +416,7 @@ def port_rows(setting: Setting, problem: CutProblem, microbatches: float) -> lis
         # What one sender takes of a node's ports, by what its message takes.
         share = microbatches * link.bytes_per_second / (network.ports * network.port.bytes_per_second)
         for src, dst, quantity in ((s, s + 1, Quantity.SENT), (s + 1, s, Quantity.RETURNED)):
-            for direction, ranks in enumerate(ranks_between_nodes(hardware, problem.mesh, src, dst)):
+            for direction, ranks in enumerate(ranks_between_nodes(hardware, problem, src, dst)):
                 for node, count in Counter((ranks // hardware.devices_per_node).tolist()).items():
                     rows.setdefault((node, direction), {})[s, quantity] = count * share
     return [(row, sum(w * problem.boundary[s].latency_seconds for (s, _), w in row.items())) for row in rows.values()]

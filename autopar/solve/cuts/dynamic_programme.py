@@ -384,7 +384,7 @@ def _value(problem: CutProblem, cuts: tuple[int, ...]) -> float:
     begins, ends = np.array([*_pairs(cuts, problem)]).T
     amounts = ("optimizer_seconds", "reduce_seconds", "gather_seconds")
     update = sum(costs.weight_sums(amount)[ends, begins] for amount in amounts)
-    by_rank = np.reshape(update, (problem.chunks, problem.pp)).sum(axis=0)
+    by_rank = np.asarray(update)[problem.placement.rounds].sum(axis=0)
     added = sum(times.added_seconds.tolist())
     return o.slowest * float(times.stage_seconds.max()) + added + o.optimizer * float(by_rank.max())
 

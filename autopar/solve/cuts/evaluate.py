@@ -176,7 +176,7 @@ def least_recomputed(problem: CutProblem, stage_of: Sequence[int], costs: Sequen
             found[stage] = interval_cost(way, stage, begin, end, num_buffered, without)
         else:
             found[stage] = assignment_costs(way, stage_of)[stage]
-        if has_room(problem, found, stage % problem.pp):
+        if has_room(problem, found, problem.placement.position(stage)):
             high, best = middle, found[stage]
         else:
             low = middle
@@ -200,7 +200,7 @@ def fullest_bytes(problem: CutProblem, costs: Sequence[StageCost]) -> int:
 
 def rank_bytes(problem: CutProblem, costs: Sequence[StageCost], position: int) -> int:
     """Memory of a rank at a position; see `rank_at_peak`."""
-    own = costs[position :: problem.pp]
+    own = [costs[s] for s in problem.stages_at(position)]
     if problem.chunks == 1:
         return own[0].memory_bytes
     held = [c.held_bytes for c in own]
@@ -216,7 +216,7 @@ def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
 def at_peak(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
     """Costs of all stages, as `rank_at_peak` gives them for one position."""
     ranks = [rank_at_peak(problem, costs, position) for position in range(problem.pp)]
-    return tuple(ranks[s % problem.pp].stages[s // problem.pp] for s in range(problem.stages))
+    return tuple(ranks[problem.placement.position(s)].stages[s // problem.pp] for s in range(problem.stages))
 
 
 def rank_at_peak(problem: CutProblem, costs: Sequence[StageCost], position: int) -> RankCost:
@@ -271,9 +271,9 @@ def counted_before(problem: CutProblem, stage_of: Sequence[int]) -> Sequence[fro
     for number in shared:
         positions = set[int]()
         for s in sorted(stages_holding(weights[number], stage_of)):
-            if s % problem.pp in positions:
+            if (position := problem.placement.position(s)) in positions:
                 found[s].add(number)
-            positions.add(s % problem.pp)
+            positions.add(position)
     return [*map(frozenset, found)]
 
 
@@ -359,7 +359,7 @@ def assignment_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[Stag
     for weight in cost.weights:
         by_position: dict[int, int] = {}
         for s in sorted(stages_holding(weight, stage_of), reverse=True):
-            by_position[s % problem.pp] = s
+            by_position[problem.placement.position(s)] = s
         for s in by_position.values():
             held[s].append(weight)
     saved, sent = [0] * problem.stages, [0] * problem.stages

@@ -155,7 +155,7 @@ def ends_and_begins(problem: CutProblem, stage_of: Sequence[int]) -> tuple[NDArr
 
 def by_rank(problem: CutProblem, amounts: Vector) -> Vector:
     """Sums of the stages' amounts at each position."""
-    return amounts.reshape(problem.chunks, problem.pp).sum(axis=0)
+    return amounts[problem.placement.rounds].sum(axis=0)
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:

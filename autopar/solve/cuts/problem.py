@@ -14,6 +14,7 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, placement_of
 from autopar.ir.plan_parts import (
     ONE_REPLICA,
     SPLIT,
@@ -115,7 +116,7 @@ class CutProblem:
     rank. ``pins`` fixes groups to stages. ``gap`` is the relative distance from the optimum at which the solver may
     stop.
 
-    With several ``chunks`` each rank has that many stages: those at one position, stage % pp, share the capacity.
+    With several ``chunks`` each rank has that many stages (`Placement`), which share its capacity.
     ``in_flight_profiles[p]`` lists the numbers of microbatches that the stages of position p hold simultaneously, for
     every moment that may be the peak; ``in_flight`` is then the first of them.
 
@@ -199,11 +200,16 @@ class CutProblem:
 
     def stages_at(self, position: int) -> tuple[int, ...]:
         """The stages that each rank at a position runs."""
-        return tuple(range(position, self.stages, self.pp))
+        return self.placement.stages(position)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which position of the pipeline runs which stages."""
+        return placement_of(self.schedule, self.pp, self.chunks)
 
     def capacity_share(self, stage: int) -> float:
         """Share of its rank's capacity that a stage may use: its share of the microbatches that the rank holds."""
-        return self.in_flight[stage] / sum(self.in_flight[s] for s in self.stages_at(stage % self.pp))
+        return self.in_flight[stage] / sum(self.in_flight[s] for s in self.stages_at(self.placement.position(stage)))
 
     @property
     def may_recompute(self) -> bool:

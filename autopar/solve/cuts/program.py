@@ -278,7 +278,8 @@ def fits_alone(way: StageIntervals, stage: int, windows: Windows, exact: bool = 
     problem, (first, last) = way.problem, windows
     held = problem.in_flight[stage]
     if problem.chunks > 1:
-        held = max(profile[stage // problem.pp] for profile in problem.in_flight_profiles[stage % problem.pp])
+        profiles = problem.in_flight_profiles[problem.placement.position(stage)]
+        held = max(profile[stage // problem.pp] for profile in profiles)
     capacity = problem.capacity_bytes or np.inf
     need = way.standing_bytes + held * way.held_bytes + problem.fixed_bytes(stage)
     if problem.places and problem.chunks == 1:

@@ -176,7 +176,7 @@ def messages(problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int,
 def transfer_seconds(setting: Setting, problem: CutProblem, pair: tuple[int, int], num_bytes: int) -> float:
     """Time of what one stage sends to another for each microbatch."""
     if pair not in problem.hops:
-        problem.hops[pair] = hop_link(setting.hardware, problem.mesh, *pair, problem.chunks)
+        problem.hops[pair] = hop_link(setting.hardware, problem.mesh, *pair, problem.placement)
     return one_way_seconds(num_bytes, problem.hops[pair])
 
 
@@ -193,7 +193,7 @@ def port_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int],
     out, into = np.zeros(mesh.devices), np.zeros(mesh.devices)
     sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     for (src, dst), num_bytes in messages(problem, stage_of).items():
-        senders, receivers = ranks_between_nodes(hardware, mesh, src, dst)
+        senders, receivers = ranks_between_nodes(hardware, problem, src, dst)
         seconds = num_bytes * sum(sizes) / network.port.bytes_per_second
         out[senders] += seconds
         into[receivers] += seconds
@@ -211,10 +211,10 @@ def network_between(hardware: Hardware, mesh: Mesh) -> Network | None:
     return hardware.network if mesh.devices > hardware.devices_per_node and mesh.pp > 1 else None
 
 
-def ranks_between_nodes(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> tuple[Ranks, Ranks]:
+def ranks_between_nodes(hardware: Hardware, problem: CutProblem, src: int, dst: int) -> tuple[Ranks, Ranks]:
     """Ranks of a stage that send to another node what they send to a stage, and those that receive it."""
-    width = mesh.tp * mesh.dp
-    senders, receivers = (s % mesh.pp * width + np.arange(width) for s in (src, dst))
+    width = problem.tp * problem.replicas.dp
+    senders, receivers = (problem.placement.position(s) * width + np.arange(width) for s in (src, dst))
     crosses = senders // hardware.devices_per_node != receivers // hardware.devices_per_node
     return senders[crosses], receivers[crosses]
 

@@ -47,6 +47,7 @@ def make_plan(
     step = step_time(setting, problem, stage_of)
     ends = (*found.starts[1:], len(ops))
     sent = messages(problem, stage_of)
+    placement = problem.placement
     numel = {w.name: w.numel for w in setting.graph.weights if w.kind == "parameter"}
     storage = {name: str(layout) for name, layout in priced.storage.items() if layout != REPLICATED}
     return Plan(
@@ -61,11 +62,11 @@ def make_plan(
             Stage(
                 first=ops[found.starts[s]].name,
                 last=ops[ends[s] - 1].name,
-                ranks=problem.mesh.ranks(s),
+                ranks=problem.mesh.ranks(placement.position(s)),
                 params=sum(numel.get(w.name, 0) for w in problem.cost.weights if s in stages_holding(w, stage_of)),
                 forward_seconds=c.forward_seconds,
                 backward_seconds=c.backward_seconds,
-                send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and (dst - s) % problem.pp),
+                send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and placement.are_apart(s, dst)),
                 peak_bytes=c.memory_bytes,
                 recompute=recompute_level(problem, stage_of, s, c.recomputed_below),
                 collective_seconds=c.collective_seconds,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import placement_of
 from autopar.ir.units import BYTES, plural, text
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
@@ -186,15 +187,16 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
     # More stages than groups are refused, while listing what they hold takes minutes.
+    placement = placement_of(schedule, mesh.pp, chunks)
     profiles = (((1,) * chunks,),) * mesh.pp if point.stages > priced.cost.loss else point.in_flight
-    in_flight = [profiles[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
+    in_flight = [profiles[placement.position(s)][0][s // mesh.pp] for s in range(point.stages)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,
         stages=point.stages,
         microbatches=microbatches,
         capacity_bytes=asked.capacity_bytes(setting.hardware),
         in_flight=tuple(in_flight),
-        boundary=boundary_links(setting.hardware, mesh, chunks),
+        boundary=boundary_links(setting.hardware, mesh, placement),
         balance=asked.balance,
         pins={} if compared else pinned_groups(priced.cost, setting.graph, asked.pins, point.stages),
         time_limit_seconds=asked.solver_seconds,

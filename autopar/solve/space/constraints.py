@@ -13,6 +13,7 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
+from autopar.ir.placement import V_CHUNKS, V_SHAPED, Placement
 from autopar.ir.plan_constraints import PlanConstraints, check_whole
 from autopar.ir.plan_parts import OF_PIPELINES
 
@@ -24,8 +25,8 @@ USABLE_MEMORY = 0.97
 class Constraints(PlanConstraints):
     """Constraints on a plan for so many devices and a batch of so many samples.
 
-    A plan uses `USABLE_MEMORY` of a device's memory at most. With pins and no ``chunks`` each rank has one stage, since
-    pins name stages.
+    A plan uses `USABLE_MEMORY` of a device's memory at most. With pins and no ``chunks`` each rank has as few stages as
+    the schedule allows, since pins name stages.
 
     Args:
         least_samples: fewest samples of a microbatch where the search chooses the number of microbatches, and of a
@@ -40,6 +41,11 @@ class Constraints(PlanConstraints):
     batch: int
     least_samples: int = 1
     peer_memory: bool = False
+
+    @property
+    def chunks_with_pins(self) -> int:
+        """Stages of a rank where pins name stages."""
+        return self.chunks or (V_CHUNKS if self.schedule in V_SHAPED else 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +118,7 @@ def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
     return tuple(sorted({len(microbatch_sizes(batch, m)) for m in asked}))
 
 
-def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, chunks: int = 1) -> Link:
+def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, placement: Placement | None = None) -> Link:
     """The slowest link from a rank of one stage to its partner on another: the same replica and shard. Between two
     stages of one rank it takes no time.
 
@@ -120,18 +126,21 @@ def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, chunks: int = 1
     far apart, out of it all that send activations or gradients to another node.
 
     Args:
-        chunks: stages per rank; with several, the last rank of a pipeline sends to the first one too.
+        placement: of the stages. Default: one on each rank. With several in rounds, the last rank of a pipeline sends
+            to the first one too.
     Raises:
         HardwareError: partners are on different nodes and the machine has no network.
     Error: a rank that sends both ways is counted once, though no step is shorter than its ports are in use
         (`make_plan.port_seconds`); messages that never meet share the ports too.
     """
-    src, dst, width, per_node = src % mesh.pp, dst % mesh.pp, mesh.tp * mesh.dp, hardware.devices_per_node
+    placed = placement or Placement(mesh.pp)
+    src, dst, width, per_node = placed.position(src), placed.position(dst), mesh.tp * mesh.dp, hardware.devices_per_node
     if src == dst:
         return Link(0.0, float("inf"))
     # Where a stage fills a node or more, all partners are on other nodes.
     ranks, distance = range(src * width, src * width + min(width, per_node)), (dst - src) * width
-    either = {width, distance, (mesh.pp - 1) * width if chunks > 1 else width}
+    returns = placed.chunks > 1 and not placed.is_v
+    either = {width, distance, (mesh.pp - 1) * width if returns else width}
 
     def partners(rank: int, steps: Iterable[int]) -> list[int]:
         return [rank + step for step in steps if 0 <= rank + step < mesh.devices]
@@ -149,10 +158,12 @@ def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, chunks: int = 1
     return max(links, key=lambda link: link.seconds(TYPICAL_BYTES))
 
 
-def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Link, ...]:
-    """Link after each stage but the last, with so many stages per rank. Raises as `hop_link`."""
-    links = [hop_link(hardware, mesh, s, s + 1, chunks) for s in range(mesh.pp if chunks > 1 else mesh.pp - 1)]
-    return tuple(links[s % mesh.pp] for s in range(mesh.pp * chunks - 1))
+def boundary_links(hardware: Hardware, mesh: Mesh, placement: Placement | None = None) -> tuple[Link, ...]:
+    """Link after each stage but the last. Arguments and errors as of `hop_link`."""
+    placed = placement or Placement(mesh.pp)
+    hops = [(placed.position(s), placed.position(s + 1)) for s in range(placed.num_stages - 1)]
+    links = {hop: hop_link(hardware, mesh, hops.index(hop), hops.index(hop) + 1, placed) for hop in set(hops)}
+    return tuple(links[hop] for hop in hops)
 
 
 TYPICAL_BYTES = 2**22  # of a message as stages send them

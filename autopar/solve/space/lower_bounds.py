@@ -168,6 +168,8 @@ def recomputation_estimate(setting: Setting, point: Point, priced: Priced) -> fl
     """Seconds of recomputation with which the first of equal stages fits, which holds most; infinite where it does not
     fit."""
     asked, groups, pp = setting.constraints, priced.cost.groups, point.mesh.pp
+    if point.stages > priced.cost.loss:
+        return float("inf")
     held = sum(point.in_flight[0][0]) / point.stages
     kept = held * sum(min(g.saved_bytes, g.kept_bytes) for g in groups)
     saved = held * (sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in priced.cost.saved))

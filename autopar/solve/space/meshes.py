@@ -109,7 +109,7 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
     if constraints.schedule in OF_PIPELINES and mesh.pp == 1:
         return f"no pipeline for {constraints.schedule}"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
-    if pinned is not None and constraints.pins[pinned] >= mesh.pp * (constraints.chunks or 1):
+    if pinned is not None and constraints.pins[pinned] >= mesh.pp * constraints.chunks_with_pins:
         return f"{pinned} is pinned to stage {constraints.pins[pinned]}"
     return ""
 
@@ -169,7 +169,7 @@ def check_pinned_stages(constraints: Constraints) -> None:
         UsageError: names the stages that there can be.
     """
     most = constraints.pp or constraints.devices // (constraints.tp_ranks or 1) // (constraints.dp or 1)
-    most *= constraints.chunks or 1
+    most *= constraints.chunks_with_pins
     for name, stage in constraints.pins.items():
         if not 0 <= stage < most:
             if constraints.pp is not None:

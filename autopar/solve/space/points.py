@@ -9,6 +9,7 @@ from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
+from autopar.ir.placement import V_CHUNKS, V_SHAPED
 from autopar.ir.plan_parts import INTERLEAVED, SEVERAL_CHUNKS, SPLIT, Replicas, ScheduleName, ZeroStage
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.step_time import Decision, Setting
@@ -186,6 +187,8 @@ def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
     if asked.schedule != "auto" and asked.schedule not in SEVERAL_CHUNKS:
         return (Pipeline(asked.schedule),)
+    if asked.schedule in V_SHAPED:
+        return (Pipeline(asked.schedule, V_CHUNKS),)
     if mesh.pp == 1:
         return (Pipeline(),)
     chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MAX_CHUNKS))
@@ -195,6 +198,8 @@ def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
             whole: tuple[ScheduleName, ...] = INTERLEAVED if n > 1 else ("1f1b", "zb-h1")
         else:
             whole = (asked.schedule,) if asked.schedule in INTERLEAVED else ()
+        if asked.schedule == "auto" and n == V_CHUNKS:
+            found.append(Pipeline("zb-v", n))
         found += [Pipeline(schedule, n) for schedule in whole]
         if asked.schedule in ("auto", "searched") and n <= (asked.chunks or MAX_SEARCHED_CHUNKS):
             found += [Pipeline("searched", n, kept) for kept in KEPT]

@@ -163,8 +163,8 @@ class PlanFlags:
     schedule: Annotated[
         str | None,
         Option(
-            help="Pipeline schedule: 1f1b, interleaved, interleaved-overlap, gpipe, zb-h1, searched, or auto (default: "
-            "the fastest). The last two split backwards.",
+            help="Pipeline schedule: 1f1b, interleaved, interleaved-overlap, gpipe; with split backwards zb-h1, zb-v, "
+            "searched; or auto (default: the fastest).",
             metavar="NAME",
         ),
     ] = None

@@ -41,10 +41,10 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     programs = ProgramCache(model, plan, call)
     variant = programs.specialize(mode, call.first(plan.microbatch_size))
     parts = []
-    for stage in plan.mesh.stages(rank, plan.chunks):
+    for stage in plan.stages_of(rank):
         program = variant.of_shard(plan.mesh.place(rank).shard)[stage]
         parts.append("\n".join([*held_lines(program, programs), source(program)]))
-    return f"# {rank_text(plan.mesh, rank, plan.chunks)} of {plan.mesh}\n" + "\n\n".join(parts)
+    return f"# {rank_text(plan.mesh, rank, plan.placement)} of {plan.mesh}\n" + "\n\n".join(parts)
 
 
 def held_lines(program: Program, programs: ProgramCache) -> list[str]:

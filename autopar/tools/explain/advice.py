@@ -178,10 +178,10 @@ def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
 
 def faster_link(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Suggestion:
     """Free transfers between the pair of positions where they save most."""
-    pp = plan.mesh.pp
+    at = plan.placement.position
     hops: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for src, dst in pipeline.transfers:
-        hops.setdefault((min(src % pp, dst % pp), max(src % pp, dst % pp)), set()).add((src, dst))
+        hops.setdefault((min(at(src), at(dst)), max(at(src), at(dst))), set()).add((src, dst))
 
     def after(hop: tuple[int, int]) -> tuple[float, float]:
         return pipeline.without(hops[hop]).seconds, -sum(pipeline.transfers[pair] for pair in hops[hop])

@@ -57,7 +57,7 @@ def memory_of(plan: Plan, position: int) -> PositionMemory:
     """Memory of the fullest rank at a position."""
     peak = max(plan.prediction.peak_bytes[rank] for rank in plan.mesh.ranks(position))
     capacity = plan.hardware.memory_bytes
-    memories = [s.memory for s in plan.stages[position :: plan.mesh.pp] if s.memory is not None]
+    memories = [m for s in plan.placement.stages(position) if (m := plan.stages[s].memory) is not None]
     if len(memories) < plan.chunks:
         return PositionMemory(peak, capacity, capacity - peak)
     weights, transient = sum(m.weight_bytes for m in memories), sum(m.transient_bytes for m in memories)
@@ -153,7 +153,7 @@ def breakdown_of(plan: Plan) -> Breakdown:
     positions = tuple(
         Position(
             plan.mesh.ranks(position),
-            tuple(range(position, len(plan.stages), plan.mesh.pp)),
+            plan.placement.stages(position),
             spent,
             memory_of(plan, position),
         )
@@ -170,7 +170,7 @@ def spent_at(plan: Plan, pipeline: Pipeline, position: int, seconds: float, free
         seconds: duration of the pipeline.
         free_seconds: duration of the pipeline with free transfers.
     """
-    stages, count = plan.stages[position :: plan.mesh.pp], sum(pipeline.sizes)
+    stages, count = [plan.stages[s] for s in plan.placement.stages(position)], sum(pipeline.sizes)
     busy = count * sum(s.forward_seconds + s.backward_seconds for s in stages)
     collectives = min(busy, count * sum(s.collective_seconds for s in stages))
     again = min(busy - collectives, count * sum(s.recompute_seconds for s in stages))

@@ -39,7 +39,7 @@ def trace_events(plan: Plan, step: MeasuredStep) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     slices: dict[tuple[int, Action], Slice] = {}
     for rank in sorted(step.spans):
-        events += row_names(rank, rank_text(plan.mesh, rank, plan.chunks), THREADS)
+        events += row_names(rank, rank_text(plan.mesh, rank, plan.placement), THREADS)
         offset = (step.started_ns[rank] - zero) / 1e3
         begun, ended = ((t - zero) / 1e3 for t in step.step_ns[rank])
         last = begun
@@ -71,8 +71,10 @@ def transfers(
         if action.kind == "W":
             continue
         stage = action.chunk + (1 if action.kind == "F" else -1)
-        peer = plan.mesh.group(rank, "pp")[stage % plan.mesh.pp]
-        if peer != rank and stage in range(len(plan.stages)):
+        if stage not in range(len(plan.stages)):
+            continue
+        peer = plan.mesh.group(rank, "pp")[plan.placement.position(stage)]
+        if peer != rank:
             receiver = peer, Action(action.kind, stage, action.microbatch)
             if receiver in slices:
                 yield (rank, action), receiver

@@ -139,6 +139,8 @@ class SimulatedStep:
 
 def schedules_of(plan: Plan) -> tuple[ScheduleName, ...]:
     """Schedules under which the plan's stages can train, the plan's own included."""
+    if plan.placement.is_v:  # under others stages lie on other ranks
+        return (plan.schedule,)
     names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe")
     if plan.chunks == 1 and any(stage.wgrad_seconds for stage in plan.stages):  # older files do not divide backwards
         names = (*names, "zb-h1")
@@ -165,7 +167,7 @@ def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
         [stage.wgrad_seconds for stage in plan.stages],
     )
     rows = {rank: tuple(spans) for rank, spans in groupby(timeline.spans, key=lambda span: span.rank)}
-    optimizers = [sum(plan.stages[s].optimizer_seconds for s in stages_at(plan, p)) for p in rows]
+    optimizers = [sum(plan.stages[s].optimizer_seconds for s in plan.placement.stages(p)) for p in rows]
     reduce_seconds = plan.prediction.reduce_seconds
     end_seconds = max(reduce_seconds + plan.prediction.optimizer_seconds, *optimizers)
     positions = tuple(
@@ -201,11 +203,6 @@ def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
     )
 
 
-def stages_at(plan: Plan, position: int) -> tuple[int, ...]:
-    """Stages of the ranks at a position."""
-    return tuple(range(position, len(plan.stages), plan.mesh.pp))
-
-
 def position_of(
     plan: Plan, position: int, spans: tuple[Span, ...], microbatches: float, reduce_seconds: float
 ) -> Position:
@@ -214,7 +211,7 @@ def position_of(
     Args:
         microbatches: their number, a smaller last one counted as a fraction.
     """
-    numbers = stages_at(plan, position)
+    numbers = plan.placement.stages(position)
     stages = {s: plan.stages[s] for s in numbers}
     collective_seconds = microbatches * sum(stage.collective_seconds for stage in stages.values())
     memory = {s: stage.memory for s, stage in stages.items() if stage.memory is not None}
@@ -238,7 +235,7 @@ def transfers_of(plan: Plan, timeline: Timeline, sizes: tuple[float, ...]) -> tu
     """
     sent: dict[tuple[bool, int], list[Message]] = {}
     for message in plan.messages:
-        if (message.src - message.dst) % plan.mesh.pp:
+        if plan.placement.are_apart(message.src, message.dst):
             sent.setdefault((message.src < message.dst, message.src), []).append(message)
     return tuple(
         Transfer(

@@ -25,6 +25,7 @@ from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import ZeroStage
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
@@ -306,6 +307,7 @@ def test_a_loss_that_is_not_finite_names_its_microbatch_in_the_global_batch() ->
 
 def test_a_rank_is_named_by_the_axes_that_there_are() -> None:
     assert rank_text(Mesh(4), 3) == "rank 3 (stage 3)"
+    assert rank_text(Mesh(4), 3, Placement(4, 2, is_v=True)) == "rank 3 (stages 3 and 4)"
     assert rank_text(Mesh(1), 0) == "rank 0 (stage 0)"
     assert rank_text(Mesh(1, 1, 4), 2) == "rank 2 (replica 2)"
     assert rank_text(Mesh(2, 2, 2), 5) == "rank 5 (stage 1, replica 0, shard 1)"

@@ -16,6 +16,7 @@ from autopar.errors import HardwareError
 from autopar.ir.hardware import Hardware, Link, ring_share
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import CollectiveKind, Level, Network, Port
+from autopar.ir.placement import Placement
 from autopar.solve.space.constraints import hop_link
 
 H200 = load_hardware("h200-nvlink")
@@ -173,7 +174,9 @@ def test_senders_of_a_node_share_its_ports(mesh: Mesh, hop: tuple[int, int], gig
 def test_the_first_and_the_last_rank_of_several_chunks_share_a_port() -> None:
     hardware = machine(Network(Port(1e-5, 1e9), 1))
     assert_close(hop_link(hardware, Mesh(16), 7, 8), 1e-5, 1)  # one stage a rank: activations only
-    assert_close(hop_link(hardware, Mesh(16), 7, 8, chunks=2), 1e-5, 1 / 2)  # and gradients from rank 0 to rank 15
+    interleaved, v = Placement(16, 2), Placement(16, 2, is_v=True)
+    assert_close(hop_link(hardware, Mesh(16), 7, 8, interleaved), 1e-5, 1 / 2)  # and gradients from rank 0 to rank 15
+    assert_close(hop_link(hardware, Mesh(16), 7, 8, v), 1e-5, 1)  # none from there in a V
     assert_close(hop_link(hardware, Mesh(32), 15, 16), 1e-5, 1 / 2)  # activations, and gradients to the node before
 
 

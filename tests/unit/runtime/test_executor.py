@@ -36,7 +36,7 @@ from autopar.schedule.order import Links, topological_order
 
 PIPELINES = [(schedule, stages, 1) for schedule in ("1f1b", "gpipe") for stages in (1, 2, 4)]
 PIPELINES += [("interleaved", 4, 2), ("interleaved", 6, 2), ("interleaved", 6, 3), ("interleaved", 3, 3)]
-PIPELINES += [("interleaved-overlap", 4, 2), ("interleaved-overlap", 6, 3)]
+PIPELINES += [("interleaved-overlap", 4, 2), ("interleaved-overlap", 6, 3), ("zb-v", 4, 2), ("zb-v", 6, 2)]
 
 
 CELLS = [(name, *pipeline) for name in MODELS for pipeline in PIPELINES]

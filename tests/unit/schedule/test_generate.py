@@ -1,6 +1,7 @@
 """Generated schedules: printed orders, refused arguments, activations in flight, and the bubble."""
 
 import operator
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from support.schedules import format_schedule, replayed
 
 from autopar.errors import UsageError
+from autopar.ir.placement import V_SHAPED
 from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.schedule.actions import Action
 from autopar.schedule.check import check
@@ -57,7 +59,11 @@ def test_generated(name: str, pp: int, microbatches: int) -> None:
 
 def test_every_schedule_of_a_plan_has_a_recipe() -> None:
     assert {*SCHEDULES, "searched"} == set(get_args(ScheduleName))
-    assert {name for name, recipe in SCHEDULES.items() if recipe.allows_chunks} == {"forward-only", *INTERLEAVED}
+    assert {name for name, recipe in SCHEDULES.items() if recipe.allows_chunks} == {
+        "forward-only",
+        "zb-v",
+        *INTERLEAVED,
+    }
 
 
 @pytest.mark.parametrize(
@@ -66,12 +72,12 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (
             lambda: generate("gpip", 2, 2),
             "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved, "
-            "interleaved-overlap, zb-h1, searched. Did you mean gpipe?",
+            "interleaved-overlap, zb-h1, zb-v, searched. Did you mean gpipe?",
         ),
         (
             lambda: generate("?", 2, 2),
             "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved, interleaved-overlap, "
-            "zb-h1, searched.",
+            "zb-h1, zb-v, searched.",
         ),
         (lambda: generate("1f1b", 0, 2), "Schedule 1f1b with pp=0: pp must be at least 1."),
         (
@@ -81,9 +87,10 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (lambda: generate("interleaved", 2, 2, 0), "Schedule interleaved with chunks=0: chunks must be at least 1."),
         (
             lambda: generate("gpipe", 2, 2, 2),
-            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved, interleaved-overlap, searched, "
-            "or chunks=1.",
+            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved, interleaved-overlap, zb-v, "
+            "searched, or chunks=1.",
         ),
+        (lambda: generate("zb-v", 2, 2, 3), "Schedule zb-v with chunks=3: it has 2 chunks a rank. Use chunks=2."),
         (
             lambda: max_in_flight("1f1b", 2, 2, 1),
             "Rank 2 is not in a pipeline of 2 ranks. Give a rank from 0 to 1.",
@@ -96,7 +103,10 @@ def test_generate_refuses(call, message: str) -> None:
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+ONE_CHUNK = [name for name in SCHEDULES if name not in V_SHAPED]
+
+
+@pytest.mark.parametrize("name", ONE_CHUNK)
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_generated_schedules_pass_and_reach_their_bound(name: str, pp: int) -> None:
     for microbatches in range(1, 13):
@@ -107,7 +117,7 @@ def test_generated_schedules_pass_and_reach_their_bound(name: str, pp: int) -> N
         assert simulate(schedule, [1.0] * pp, [2.0] * pp).in_flight == bounds
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ONE_CHUNK)
 def test_generated_schedules_pass_with_every_skip(name: str) -> None:
     for pp, microbatches in ((3, 5), (4, 2), (5, 7)):
         edges = [(src, dst) for dst in range(pp) for src in range(dst)]
@@ -278,3 +288,44 @@ def test_the_bubble_of_zb_h1() -> None:
             timeline = simulate(schedule, [2.0] * pp, [5.0] * pp, wgrad_seconds=[2.0] * pp)
             assert timeline.step_seconds == microbatches * 7.0 + (pp - 1) * 3.0
             assert timeline.in_flight == (pp,) * pp == (max_in_flight("1f1b", 0, pp, microbatches),) * pp
+
+
+V_ORDERS = {
+    (1, 2): """\
+rank 0: 0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1""",
+    (2, 1): """\
+rank 0: 0F0 3F0 3I0 3W0 0I0 0W0
+rank 1: 1F0 2F0 2I0 2W0 1I0 1W0""",
+    (2, 4): """\
+rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3""",
+}
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), V_ORDERS)
+def test_zb_v(pp: int, microbatches: int) -> None:
+    assert format_schedule(generate("zb-v", pp, microbatches, 2)) == V_ORDERS[pp, microbatches]
+
+
+@pytest.mark.parametrize("pp", range(1, 8))
+def test_schedules_in_a_v_pass_and_reach_their_bound(pp: int) -> None:
+    every_skip = [(src, dst) for dst in range(2 * pp) for src in range(dst)]
+    for microbatches, edges in product(range(1, 18), (None, every_skip)):
+        schedule = generate("zb-v", pp, microbatches, 2)
+        bounds = tuple(max_in_flight("zb-v", rank, pp, microbatches, 2) for rank in range(pp))
+        check(schedule, num_chunks=2 * pp, microbatches=microbatches, edges=edges, is_v=True, in_flight=bounds)
+        assert (
+            tuple(max(map(sum, in_flight_profiles("zb-v", rank, pp, microbatches, 2))) for rank in range(pp)) == bounds
+        )
+        forwards = generate("forward-only", pp, microbatches, 2, is_v=True)
+        check(forwards, num_chunks=2 * pp, microbatches=microbatches, edges=edges, is_v=True, training=False)
+
+
+def test_the_bubble_of_zb_v() -> None:
+    """Only the first forwards of the ranks before, with the memory of 1F1B: its stages are twice as large."""
+    for pp in range(1, 7):
+        for microbatches in range(2 * pp - 1, 3 * pp + 2):
+            schedule = generate("zb-v", pp, microbatches, 2)
+            timeline = simulate(schedule, [1.0] * 2 * pp, [2.0] * 2 * pp, wgrad_seconds=[1.0] * 2 * pp)
+            assert timeline.step_seconds == 6.0 * microbatches + pp - 1
+            assert timeline.in_flight == (2 * max_in_flight("1f1b", 0, pp, microbatches),) * pp

@@ -16,7 +16,7 @@ from autopar.schedule.generate import SCHEDULES, generate
 from autopar.schedule.simulate import one_f_one_b_seconds, simulate
 
 costs = st.integers(0, 9)
-sizes = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 5), st.integers(1, 6))
+sizes = st.tuples(st.sampled_from([name for name in SCHEDULES if name != "zb-v"]), st.integers(1, 5), st.integers(1, 6))
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 7), st.data())

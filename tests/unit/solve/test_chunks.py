@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
@@ -65,9 +65,9 @@ def peak_bytes(plan: Plan, saved: Sequence[int], weights: Sequence[int]) -> list
         kept: Counter[int] = Counter()
         most = 0
         for action in row:
-            kept[action.chunk] += 1 if action.kind == "F" else -1
+            kept[action.chunk] += (action.kind == "F") - action.ends_backward
             most = max(most, sum(count * saved[stage] for stage, count in kept.items()))
-        peaks.append(most + sum(weights[position :: plan.mesh.pp]))
+        peaks.append(most + sum(weights[stage] for stage in plan.placement.stages(position)))
     return peaks
 
 
@@ -86,9 +86,11 @@ def test_what_is_considered() -> None:
     numbers = range(2, MAX_CHUNKS + 1)
     split = [Pipeline("searched", n, kept) for n in range(1, MAX_SEARCHED_CHUNKS + 1) for kept in KEPT]
     whole = [Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED)]
-    assert {*allowed_pipelines(auto, two)} == {*whole, Pipeline("zb-h1"), *split}
+    assert {*allowed_pipelines(auto, two)} == {*whole, Pipeline("zb-h1"), Pipeline("zb-v", 2), *split}
     assert allowed_pipelines(auto, two)[0] == Pipeline("1f1b")  # which keeps least
     assert allowed_pipelines(replace(auto, schedule="zb-h1"), two) == (Pipeline("zb-h1"),)
+    assert allowed_pipelines(replace(auto, schedule="zb-v"), two) == (Pipeline("zb-v", 2),)
+    assert allowed_pipelines(replace(auto, schedule="zb-v", pins={"head": 3}), two) == (Pipeline("zb-v", 2),)
     assert allowed_pipelines(replace(auto, schedule="searched"), two) == tuple(split)
     assert allowed_pipelines(auto, one) == (Pipeline("1f1b"),)
     for name in INTERLEAVED:
@@ -112,8 +114,8 @@ def test_what_is_the_same_under_both_is_considered_once() -> None:
             p.pipeline.schedule for p in enumerate_points(Setting(graph, FREE, model_of(graph), asked, cost), Mesh(2))
         }
 
-    assert considered(4, "auto") == {"interleaved", "interleaved-overlap", "searched"}
-    assert considered(3, "auto") == {"interleaved", "searched"}
+    assert considered(4, "auto") == {"interleaved", "interleaved-overlap", "zb-v", "searched"}
+    assert considered(3, "auto") == {"interleaved", "zb-v", "searched"}
     assert considered(3, "interleaved-overlap") == {"interleaved-overlap"}
 
 
@@ -329,19 +331,18 @@ def test_larger_microbatches_are_tried_where_smaller_ones_do_not_fit() -> None:
     assert plan_with(memory=memory_for(limit)).microbatches == 6
 
 
-@pytest.mark.parametrize("name", INTERLEAVED)
-def test_memory_is_that_of_the_schedule(name: Any) -> None:
+@pytest.mark.parametrize(("name", "chunks"), [*product(INTERLEAVED, (2, 3)), ("zb-v", 2)])
+def test_memory_is_that_of_the_schedule(name: Any, chunks: int) -> None:
     graph = blocks(6)
-    for chunks in (2, 3):
-        asked = replace(AUTO, schedule=name, chunks=chunks, microbatches=8)
-        plan = plan_for(graph, asked, FREE, saved=0.25, weight=1.0)
-        counts = groups_of(plan, graph)
-        ends = (0, len(counts) - 1)
-        moved = [16 if s in ends else 32 for s in range(len(counts))]  # a tensor of 4 floats is received, one is sent
-        saved = [n * GIB // 4 + r for n, r in zip(counts, moved)]
-        expected = peak_bytes(plan, saved, [n * GIB for n in counts])
-        assert list(plan.prediction.peak_bytes) == expected
-        assert [sum(s.peak_bytes for s in plan.stages[p::2]) for p in range(2)] == expected
+    asked = replace(AUTO, schedule=name, chunks=chunks, microbatches=8)
+    plan = plan_for(graph, asked, FREE, saved=0.25, weight=1.0)
+    counts = groups_of(plan, graph)
+    ends = (0, len(counts) - 1)
+    moved = [16 if s in ends else 32 for s in range(len(counts))]  # a tensor of 4 floats is received, one is sent
+    saved = [n * GIB // 4 + r for n, r in zip(counts, moved)]
+    expected = peak_bytes(plan, saved, [n * GIB for n in counts])
+    assert list(plan.prediction.peak_bytes) == expected
+    assert [sum(plan.stages[s].peak_bytes for s in plan.placement.stages(p)) for p in range(2)] == expected
 
 
 def test_chunks_are_as_many_as_fit() -> None:

@@ -15,6 +15,7 @@ from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Replicas, ZeroStage
 from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
@@ -341,7 +342,8 @@ def on_nodes_of_four(mesh: Mesh, ports: float, chunks: int, zero: ZeroStage) -> 
     ]
     problem = CutProblem(
         CostGraph("net", 1, (*groups, Group("loss", (), "")), tuple(edges), tuple(weights)),
-        mesh.pp * chunks, 32, None, (1,) * (mesh.pp * chunks), boundary_links(machine, mesh, chunks),
+        mesh.pp * chunks, 32, None, (1,) * (mesh.pp * chunks),
+        boundary_links(machine, mesh, Placement(mesh.pp, chunks)),
         tp=mesh.tp, replicas=Replicas(mesh.dp, zero), chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b",
         in_flight_profiles=(((1,) * chunks,),) * mesh.pp if chunks > 1 else (),
     )  # fmt: skip

@@ -144,10 +144,10 @@ def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
          "out."),
         ({"schedule": "forward-only"},
          "schedule='forward-only' is unknown. It is one of 1f1b, gpipe, interleaved, interleaved-overlap, "
-         "zb-h1, searched, auto."),
+         "zb-h1, zb-v, searched, auto."),
         ({"schedule": "gpipe", "chunks": 2},
          "chunks=2 with schedule='gpipe', under which each rank has one. Use schedule='interleaved', "
-         "'interleaved-overlap', 'searched' or 'auto', or leave chunks out."),
+         "'interleaved-overlap', 'zb-v', 'searched' or 'auto', or leave chunks out."),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(arguments: Mapping[str, Any], text: str) -> None:

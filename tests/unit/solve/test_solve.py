@@ -30,6 +30,7 @@ from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import Balance, Replicas
 from autopar.solve.backend import SolverName, default_solver
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
@@ -84,8 +85,8 @@ def test_over_one_port_nothing_undercuts_the_bound(cost: CostGraph, microbatches
     network = Network(Port(latency * 1e-3, 200.0), 1)
     machine = replace(load_hardware("cpu-generic"), link=Link(0.0, 1e12), devices_per_node=node, network=network)
     problem = CutProblem(
-        cost, 4, microbatches, None, (1,) * 4, boundary_links(machine, Mesh(2, 1, 2), 2), replicas=Replicas(2),
-        chunks=2, schedule="interleaved", in_flight_profiles=(((1, 1),),) * 2, gap=GAP,
+        cost, 4, microbatches, None, (1,) * 4, boundary_links(machine, Mesh(2, 1, 2), Placement(2, 2)),
+        replicas=Replicas(2), chunks=2, schedule="interleaved", in_flight_profiles=(((1, 1),),) * 2, gap=GAP,
     )  # fmt: skip
     setting = replace(setting_of(problem, Link(0.0, 1e12)), hardware=machine)
     steps = [step_time(setting, problem, stage_of).seconds for stage_of in contiguous(problem)]

@@ -25,6 +25,7 @@ from autopar.tools.explain.breakdown import breakdown_of
         (VIT, 4, {"pp": 2, "dp": 2, "zero": 0}),
         (VIT, 2, {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4}),
         (VIT, 2, {"pp": 2, "schedule": "interleaved-overlap", "chunks": 3, "microbatches": 4}),
+        (VIT, 2, {"pp": 2, "schedule": "zb-v", "microbatches": 4}),
         (VIT, 2, {"pp": 2, "schedule": "gpipe", "microbatches": 4}),
         (VIT, 2, {"pp": 2, "recompute": "all", "microbatches": 2}),
         (VIT, 1, {}),
