@@ -46,6 +46,12 @@ def named_arguments(op: Op) -> dict[str, Any]:
     return arguments | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in arguments}
 
 
+def for_each_dim(value: Any, dims: int) -> tuple[Any, ...]:
+    """An argument with one value for each dim, from one that has them, or one for all."""
+    listed = tuple(value) if isinstance(value, Sequence) else (value,)
+    return listed * dims if len(listed) == 1 else listed
+
+
 def returns_view(op: Op) -> bool:
     """Whether the result of an operation may share memory with its first argument."""
     return any(result.alias_info is not None for result in operator(op.target)._schema.returns)

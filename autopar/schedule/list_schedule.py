@@ -13,7 +13,7 @@ Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3; there with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -86,10 +86,10 @@ class Progress:
         if action.kind == "F":
             self.kept[rank] += 1
             self.forwards[chunk] += 1
-            last = chunk == self.num_chunks - 1
-            (self.gradients if last else self.activations)[chunk if last else chunk + 1][i] = end + order.hop * (
-                not last
-            )
+            if chunk == self.num_chunks - 1:
+                self.gradients[chunk][i] = end
+            else:
+                self.activations[chunk + 1][i] = end + order.hop
         elif action.kind == "I":
             self.backwards[chunk] += 1
             self.deferred[rank].append(Action("W", chunk, i))
@@ -126,9 +126,3 @@ def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
             "Allow more."
         )
     return tuple(map(tuple, progress.rows))
-
-
-def uniform_order(pp: int, chunks: int, max_in_flight: Sequence[int]) -> ListOrder:
-    """The order for forwards, gradients of inputs and gradients of weights that all take equally long."""
-    ones = (1,) * (pp * chunks)
-    return ListOrder(ones, ones, ones, 0, tuple(max_in_flight))

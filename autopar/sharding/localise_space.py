@@ -12,9 +12,8 @@ from math import prod
 from typing import Any
 
 from autopar.ir.graph import Op
-from autopar.ops.registry import named_arguments
+from autopar.ops.registry import for_each_dim, named_arguments
 from autopar.sharding.bound_call import argument, dims_from_front
-from autopar.sharding.functions.pixels import per_dim
 from autopar.sharding.local_op import LocalOp, with_argument
 from autopar.sharding.rule import Halo
 
@@ -43,12 +42,6 @@ def where(part: LocalOp) -> tuple[Any, ...]:
 def spatial_dims(op: Op) -> int:
     """Number of dims of a convolution or pool, which its name ends with."""
     return int(op.target.split(".")[1].removesuffix("d")[-1])
-
-
-def for_each_dim(value: Any, dims: int) -> tuple[int, ...]:
-    """An argument with one value for each dim."""
-    listed = tuple(value) if isinstance(value, Sequence) else (value,)
-    return tuple(per_dim(listed, i) for i in range(dims))
 
 
 # -- convolutions and pools -------------------------------------------------------------------------------------------

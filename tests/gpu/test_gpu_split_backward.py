@@ -13,12 +13,12 @@ import torch
 from support import effort
 from support.handmade import even_firsts, plan_by_hand
 from support.models import resnet18, tiny_vit
+from support.schedules import uniform_order
 from torch import nn
 
 import autopar
 from autopar.errors import CaptureWarning
 from autopar.ir.plan import Plan
-from autopar.schedule.list_schedule import uniform_order
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from autopar.ir.plan_parts import ListOrder
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.simulate import Pipelined, replayed_seconds
 
@@ -39,3 +40,9 @@ def replayed(
     """Seconds of a generated schedule with whole backwards."""
     pipeline = Pipelined(name, pp, len(forward) // pp)
     return replayed_seconds(pipeline, forward, backward, transfers, sizes, [0.0] * len(forward))
+
+
+def uniform_order(pp: int, chunks: int, max_in_flight: Sequence[int]) -> ListOrder:
+    """The order for forwards, gradients of inputs and gradients of weights that all take equally long."""
+    ones = (1,) * (pp * chunks)
+    return ListOrder(ones, ones, ones, 0, tuple(max_in_flight))

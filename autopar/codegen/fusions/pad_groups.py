@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.ir.graph import Op, Ref
 from autopar.ir.program import Program
 from autopar.ops.padded_convolution import CONVOLUTIONS, group_widths
-from autopar.ops.registry import named_arguments
+from autopar.ops.registry import for_each_dim, named_arguments
 
 ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
@@ -29,7 +29,6 @@ def as_padded(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
     shape = shapes[weight.name]
     if group_widths(op, shape, groups) == (shape[1], shape[0] // groups):
         return op
-    dims = len(shape) - 2
-    lists = {k: (given[k][0],) * dims if len(given[k]) == 1 else given[k] for k in ("stride", "padding", "dilation")}
+    lists = {k: for_each_dim(given[k], len(shape) - 2) for k in ("stride", "padding", "dilation")}
     args = tuple((given | lists)[name] for name in ARGUMENTS)
     return replace(op, target="autopar.padded_convolution.default", args=args, kwargs=())

@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.graph import Op, Ref
 from autopar.ir.program import Program
-from autopar.ops.registry import meta_tensor, named_arguments
+from autopar.ops.registry import for_each_dim, meta_tensor, named_arguments
 
 FORMATS = {
     "aten.conv1d.default": torch.contiguous_format,
@@ -37,9 +37,7 @@ def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
     if len(made.shape) != 2 + len(kernel):  # a single sample without its dim
         return op
     channels, *sizes = shapes[x.name][1:]
-    stride, padding, dilation = (
-        tuple(given[k]) * (len(kernel) // len(given[k])) for k in ("stride", "padding", "dilation")
-    )
+    stride, padding, dilation = (for_each_dim(given[k], len(kernel)) for k in ("stride", "padding", "dilation"))
     if prod(kernel) > 1 and {*sizes, *made.shape[2:]} == {1}:
         taps = [divmod(p, d) for p, d in zip(padding, dilation)]
         if any(rest or tap >= size for (tap, rest), size in zip(taps, kernel)):  # padding alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -14,9 +14,11 @@ from autopar.codegen.fusions.wgrad import linear_layers, with_needed_gradient
 from autopar.ir.graph import Op, Ref, Value
 from autopar.ir.names import unused_name
 from autopar.ir.program import Convolution, DeferredWgrad, Program
-from autopar.ops.alignment import is_aligned
 from autopar.ops.padded_convolution import CONVOLUTIONS
-from autopar.ops.registry import named_arguments
+from autopar.ops.registry import for_each_dim, named_arguments
+
+Shapes = Mapping[str, Sequence[int]]
+MakeSlot = Callable[[str, Value, Sequence[int]], Value]  # from a name, a value of its dtype, and a shape
 
 
 def split_backward(program: Program, compiled: bool) -> Program:
@@ -39,46 +41,16 @@ def split_backward(program: Program, compiled: bool) -> Program:
     taken = {*readers, *(value.name for value in program.values)}
     deferred: list[DeferredWgrad] = []
 
-    def slot(name: str, value: Value, shape: tuple[int, ...]) -> Value:
+    def slot(name: str, value: Value, shape: Sequence[int]) -> Value:
         made = unused_name(name, taken)
         taken.add(made)
-        return Value(made, shape, value.dtype, (0,) * len(shape), requires_grad=True)
+        return Value(made, tuple(shape), value.dtype, (0,) * len(shape), requires_grad=True)
 
     def split(op: Op) -> Op:
-        if op.name in layers:
-            x, weight, bias = layers[op.name]
-            if weight.name not in alone or not all(is_aligned(n, op.outputs[0].dtype) for n in shapes[weight.name]):
-                return op
-            out, width = shapes[weight.name]
-            rows = prod(op.outputs[0].shape[:-1])
-            made = DeferredWgrad(
-                weight.name,
-                slot(f"{op.name}.grad", op.outputs[0], (rows, out)),
-                slot(f"{op.name}.input", op.outputs[0], (rows, width)),
-                accumulates=x.name in needed,
-            )
-            arguments: tuple[Any, ...] = (x, weight, bias)
-            target = "autopar.linear_split.default"
-        elif is_plain_convolution(op, shapes):
-            given = named_arguments(op)
-            x, weight, bias = given["input"], given["weight"], given["bias"]
-            if weight.name not in alone or (bias is not None and bias.name not in alone):
-                return op
-            dims = len(shapes[weight.name]) - 2
-            stride, padding, dilation = (
-                tuple(given[k]) * (dims // len(given[k])) for k in ("stride", "padding", "dilation")
-            )
-            form = Convolution(stride, padding, dilation, given["groups"])
-            made = DeferredWgrad(
-                weight.name,
-                slot(f"{op.name}.grad", op.outputs[0], op.outputs[0].shape),
-                slot(f"{op.name}.input", op.outputs[0], shapes[x.name]),
-                accumulates=False,
-                convolution=form,
-                bias=bias.name if bias is not None and not compiled else "",
-            )
-            arguments = (x, weight, bias, stride, padding, dilation, form.groups, compiled)
-            target = "autopar.convolution_split.default"
+        if op.name in layers and layers[op.name][1].name in alone:
+            made, target, arguments = split_linear(op, layers[op.name], shapes, needed, slot)
+        elif is_plain_convolution(op, shapes) and {ref.name for ref in trained_arguments(op)} <= alone:
+            made, target, arguments = split_convolution(op, shapes, compiled, slot)
         else:
             return op
         deferred.append(made)
@@ -88,7 +60,46 @@ def split_backward(program: Program, compiled: bool) -> Program:
     return replace(program, ops=ops, deferred=tuple(deferred))
 
 
-def is_plain_convolution(op: Op, shapes: Mapping[str, Sequence[int]]) -> bool:
+def split_linear(
+    op: Op, layer: tuple[Ref, Ref, Any], shapes: Shapes, needed: Set[str], slot: MakeSlot
+) -> tuple[DeferredWgrad, str, tuple[Any, ...]]:
+    """What a linear layer defers, and the operator that defers it, with its arguments."""
+    x, weight, _ = layer
+    (out, width), result = shapes[weight.name], op.outputs[0]
+    rows = prod(result.shape[:-1])
+    grad, given = slot(f"{op.name}.grad", result, (rows, out)), slot(f"{op.name}.input", result, (rows, width))
+    made = DeferredWgrad(weight.name, grad, given, accumulates=x.name in needed)
+    return made, "autopar.linear_split.default", layer
+
+
+def split_convolution(
+    op: Op, shapes: Shapes, compiled: bool, slot: MakeSlot
+) -> tuple[DeferredWgrad, str, tuple[Any, ...]]:
+    """As `split_linear`, of a convolution."""
+    given, result = named_arguments(op), op.outputs[0]
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    dims = len(shapes[weight.name]) - 2
+    stride, padding, dilation = (for_each_dim(given[k], dims) for k in ("stride", "padding", "dilation"))
+    form = Convolution(stride, padding, dilation, given["groups"])
+    made = DeferredWgrad(
+        weight.name,
+        slot(f"{op.name}.grad", result, result.shape),
+        slot(f"{op.name}.input", result, shapes[x.name]),
+        accumulates=False,
+        convolution=form,
+        bias=bias.name if bias is not None and not compiled else "",
+    )
+    arguments = (x, weight, bias, stride, padding, dilation, form.groups, compiled)
+    return made, "autopar.convolution_split.default", arguments
+
+
+def trained_arguments(op: Op) -> list[Ref]:
+    """Weight and bias of a convolution."""
+    given = named_arguments(op)
+    return [given[name] for name in ("weight", "bias") if given[name] is not None]
+
+
+def is_plain_convolution(op: Op, shapes: Shapes) -> bool:
     """Whether an operation is a convolution of a batch with a weight, which no other kernel replaces."""
     if op.target not in CONVOLUTIONS:
         return False

@@ -40,7 +40,6 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
     taken = {*(name for op in program.ops for name in op.reads), *(value.name for value in program.values)}
     needed = with_needed_gradient(program)
     used: dict[str, Tensor] = {}
-    shapes = {weight.name: weight.shape for weight in program.weights}
 
     def exchanged(op: Op) -> Op:
         if op.name not in layers:
@@ -48,8 +47,6 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
         x, weight, bias = layers[op.name]
         total = sums(weight.name) if x.name in needed else None
         if total is None or not takes_products(total, getattr(torch, op.outputs[0].dtype)):
-            return op
-        if not all(is_aligned(size, op.outputs[0].dtype) for size in shapes[weight.name]):
             return op
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)
@@ -60,9 +57,9 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
 
 
 def linear_layers(program: Program) -> Mapping[str, tuple[Ref, Ref, Any]]:
-    """Input, weight and bias of the linear layers, by the operation's name, as far as nothing else reads the weight and
-    no collective is fused with the layer."""
-    readers = Counter(name for op in program.ops for name in op.reads)
+    """Input, weight and bias of the linear layers, by the operation's name, as far as nothing else reads the weight, no
+    collective is fused with the layer, and tensor cores can load its rows."""
+    shapes, readers = program.shapes, Counter(name for op in program.ops for name in op.reads)
     layers: dict[str, tuple[Ref, Ref, Any]] = {}
     for op in fuse_async_tp(program.ops, program.results):
         if not is_layer(op):
@@ -71,7 +68,8 @@ def linear_layers(program: Program) -> Mapping[str, tuple[Ref, Ref, Any]]:
         x, weight = given["input"], given["weight"]
         if not isinstance(x, Ref) or not isinstance(weight, Ref):
             continue
-        if readers[weight.name] == 1 and weight.name not in program.results:
+        is_fast = all(is_aligned(size, op.outputs[0].dtype) for size in shapes[weight.name])
+        if is_fast and readers[weight.name] == 1 and weight.name not in program.results:
             layers[op.name] = x, weight, given["bias"]
     return layers
 

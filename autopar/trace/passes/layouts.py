@@ -11,7 +11,7 @@ from autopar.ir.graph import LAYOUT_COPY, Graph, Op, Ref, Value, refs, renamed
 from autopar.ops.gradient_layout import CHANNELS_LAST
 from autopar.ops.padded_convolution import has_padded_groups
 from autopar.ops.regions import CONVOLUTIONS, packet, region_starts, writes_into_value
-from autopar.ops.registry import memory_of, meta_tensor, named_arguments, results_of
+from autopar.ops.registry import for_each_dim, memory_of, meta_tensor, named_arguments, results_of
 from autopar.trace.fake import fake_tensors
 from autopar.trace.passes.rewrite import Expansion
 
@@ -95,7 +95,7 @@ def is_of_patches(graph: Graph, op: Op) -> bool:
     """Whether a convolution has the stride of its kernel, of more than one position."""
     given = named_arguments(op)
     kernel = tuple(graph.readable[given["weight"].name].shape[2:])
-    return max(kernel) > 1 and tuple(given["stride"]) * (2 // len(given["stride"])) == kernel
+    return max(kernel) > 1 and for_each_dim(given["stride"], len(kernel)) == kernel
 
 
 def contiguous_borders(graph: Graph) -> Graph:

@@ -15,6 +15,7 @@ from support.handmade import even_firsts, in_threads, plan_by_hand
 from support.models import ConvNet, Tied, TwoHeads, UNet, loss_of_some, main_loss, resnet18, tiny_vit
 from support.parity import images, labels, outputs_agree, state_agrees, step_agrees, three_steps_of
 from support.reference import Reference
+from support.schedules import uniform_order
 from torch import nn
 
 import autopar
@@ -24,7 +25,6 @@ from autopar.errors import PlanError, UsageError
 from autopar.ir.placement import V_CHUNKS, Placement
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ListOrder, ScheduleName
-from autopar.schedule.list_schedule import uniform_order
 from autopar.tools.parity.compare import EPSILON
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
