@@ -38,13 +38,13 @@ def planned(folder: Path, name: str, devices: str, machine: str, batch: str, ask
 
 def decision_of(plan: autopar.Plan) -> str:
     """``dp 8, ZeRO-1``: sizes of the mesh above 1, whether most layers split the height, ZeRO stage, whether ranks have
-    several stages or recompute."""
+    several stages, in a V or not, or recompute."""
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "tp", "dp")}
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["one device"]
     rows = [how for block in plan.blocks for how in block.rows.values()]
     parts += ["height"] if 2 * sum(how.startswith("height") for how in rows) > len(rows) else []
     parts += [plan.replicas.zero_text] if plan.zero else []
-    parts += ["interleaved"] if plan.chunks > 1 else []
+    parts += ["zb-v" if plan.placement.is_v else "interleaved"] if plan.chunks > 1 else []
     return ", ".join([*parts, *(["recomputing"] if any(stage.recompute != "none" for stage in plan.stages) else [])])
 
 
