@@ -68,7 +68,7 @@ def measured(model: nn.Module, x: Tensor, y: Tensor, plan: Plan) -> Measured:
 @pytest.mark.parametrize("name", LARGE_MODELS)
 def test_each_of_four_ranks_holds_a_quarter_of_a_large_picture(name: str) -> None:
     torch.manual_seed(0)
-    side = 2048 if name == "unet" else 1024
+    side = 1024 if name == "segformer" else 2048  # of the others weights take too large a part of 1,024
     model, x = LARGE_MODELS[name]().train(), torch.randn(1, 3, side, side)
     with torch.device("meta"):
         made = LARGE_MODELS[name]()(x.to("meta"))
