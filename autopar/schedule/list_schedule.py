@@ -13,26 +13,24 @@ Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3; there with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import NamedTuple
 
 from autopar.errors import ScheduleError
 from autopar.ir.plan_parts import ListOrder
 from autopar.schedule.actions import Action, ActionKind, Schedule
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The next action of a rank, and when it can start.
 
-    ``action`` is None while the rank waits for a tensor; ``start`` is infinite if none is on its way.
+    ``kind`` is None while the rank waits for a tensor; ``start`` is infinite if none is on its way.
     """
 
     start: float
-    action: Action | None
+    kind: ActionKind | None
+    chunk: int = 0
 
 
 class Progress:
@@ -41,63 +39,80 @@ class Progress:
     def __init__(self, order: ListOrder, pp: int, microbatches: int) -> None:
         self.order, self.pp, self.microbatches = order, pp, microbatches
         self.num_chunks = num_chunks = len(order.forward)
+        self.own = [range(rank, num_chunks, pp) for rank in range(pp)]  # chunks of each rank
         self.rows: list[list[Action]] = [[] for _ in range(pp)]
+        self.last_kind: list[ActionKind] = ["F"] * pp
         self.free = [0.0] * pp
         self.kept = [0] * pp
         self.forwards, self.backwards = [0] * num_chunks, [0] * num_chunks  # number of those that have run
         self.activations = [[inf] * microbatches for _ in range(num_chunks)]  # when they arrive
         self.gradients = [[inf] * microbatches for _ in range(num_chunks)]
         self.activations[0] = [0.0] * microbatches
-        self.deferred: list[deque[Action]] = [deque() for _ in range(pp)]
+        self.deferred: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # chunk and microbatch
 
     def next_choice(self, rank: int) -> Choice:
         """The rank's next action, from what is known so far."""
-        order, free, chunks = self.order, self.free[rank], range(rank, self.num_chunks, self.pp)
-        # Of ready forwards one of the first group of as many microbatches as ranks, as in interleaved 1F1B. Room stays
-        # for a forward of each deeper chunk of the rank, without which no activation would be freed.
-        room = order.max_in_flight[rank] - self.kept[rank]
-        open_chunks = (c for c in chunks if room > len(range(c + self.pp, self.num_chunks, self.pp)))
-        forward = self.first("F", free, open_chunks, lambda c: (self.forwards[c] // self.pp, c))
-        backward = self.first("I", free, chunks, lambda c: -c)
-        ready = [choice for choice in (backward, forward) if choice.start <= free]
-        if ready:
-            last = self.rows[rank][-1].kind if self.rows[rank] else "F"
-            return ready[-1] if order.alternates and last == "I" else ready[0]
+        order, free = self.order, self.free[rank]
+        forward, backward = self.next_forward(rank, free), self.next_backward(rank, free)
+        prefers_forward = order.alternates and self.last_kind[rank] == "I"
+        for choice in (forward, backward) if prefers_forward else (backward, forward):
+            if choice.start <= free:
+                return choice
         soonest = min(backward.start, forward.start)
-        deferred = self.deferred[rank][0] if self.deferred[rank] else None
-        if deferred is not None and soonest - free >= (0 if order.alternates else order.wgrad[deferred.chunk] / 2):
-            return Choice(free, deferred)
+        if self.deferred[rank]:
+            chunk, _ = self.deferred[rank][0]
+            if soonest - free >= (0 if order.alternates else order.wgrad[chunk] / 2):
+                return Choice(free, "W", chunk)
         return Choice(soonest, None)
 
-    def first(self, kind: ActionKind, free: float, chunks: Iterable[int], priority: Callable[[int], Any]) -> Choice:
-        """The first action of a kind that can start once the rank is free; of those that can at once, that of the chunk
-        whose priority is lowest."""
-        counts, times = (self.forwards, self.activations) if kind == "F" else (self.backwards, self.gradients)
-        left = (c for c in chunks if counts[c] < self.microbatches)
-        start, _, chunk = min(((max(times[c][counts[c]], free), priority(c), c) for c in left), default=(inf, 0, 0))
-        return Choice(start, Action(kind, chunk, counts[chunk]) if start < inf else None)
+    def next_forward(self, rank: int, free: float) -> Choice:
+        """The forward that can start first once the rank is free.
 
-    def run(self, rank: int, action: Action) -> None:
-        """Run an action as soon as its rank is free."""
-        order, chunk, i = self.order, action.chunk, action.microbatch
-        seconds = {"F": order.forward, "I": order.input_grad, "W": order.wgrad}[action.kind][chunk]
+        Of those that can at once it is one of the first group of as many microbatches as ranks, as in interleaved 1F1B.
+        Room stays for a forward of each deeper chunk of the rank, without which no activation would be freed.
+        """
+        room, best = self.order.max_in_flight[rank] - self.kept[rank], (inf, 0, 0)
+        for deeper, chunk in enumerate(reversed(self.own[rank])):
+            number = self.forwards[chunk]
+            if deeper < room and number < self.microbatches:
+                best = min(best, (max(self.activations[chunk][number], free), number // self.pp, chunk))
+        return Choice(best[0], "F", best[2])
+
+    def next_backward(self, rank: int, free: float) -> Choice:
+        """The gradients of inputs that can start first once the rank is free; of the deepest chunk that can at once."""
+        start, at = inf, 0
+        for chunk in reversed(self.own[rank]):
+            number = self.backwards[chunk]
+            if number < self.microbatches and (arrival := max(self.gradients[chunk][number], free)) < start:
+                start, at = arrival, chunk
+        return Choice(start, "I", at)
+
+    def run(self, rank: int, kind: ActionKind, chunk: int) -> None:
+        """Run a chunk's next action of a kind as soon as its rank is free."""
+        order = self.order
+        if kind == "F":
+            i, seconds = self.forwards[chunk], order.forward[chunk]
+        elif kind == "I":
+            i, seconds = self.backwards[chunk], order.input_grad[chunk]
+        else:
+            (_, i), seconds = self.deferred[rank].popleft(), order.wgrad[chunk]
         end = self.free[rank] = self.free[rank] + seconds
-        self.rows[rank].append(action)
-        if action.kind == "F":
+        self.rows[rank].append(Action(kind, chunk, i))
+        self.last_kind[rank] = kind
+        if kind == "F":
             self.kept[rank] += 1
             self.forwards[chunk] += 1
             if chunk == self.num_chunks - 1:
                 self.gradients[chunk][i] = end
             else:
                 self.activations[chunk + 1][i] = end + order.hop
-        elif action.kind == "I":
+        elif kind == "I":
             self.backwards[chunk] += 1
-            self.deferred[rank].append(Action("W", chunk, i))
+            self.deferred[rank].append((chunk, i))
             if chunk:
                 self.gradients[chunk - 1][i] = end + order.hop
         else:
             self.kept[rank] -= 1
-            self.deferred[rank].popleft()
 
 
 @lru_cache(maxsize=256)
@@ -113,12 +128,15 @@ def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
         rank = min(range(pp), key=lambda r: choices[r].start)
         if choices[rank].start == inf:
             break
-        action = choices[rank].action
-        if action is None:
-            progress.free[rank] = choices[rank].start
+        start, kind, chunk = choices[rank]
+        changed = {rank}
+        if kind is None:
+            progress.free[rank] = start
         else:
-            progress.run(rank, action)
-        for other in {rank, (rank - 1) % pp, (rank + 1) % pp}:  # those that it may have sent something
+            progress.run(rank, kind, chunk)
+            if kind != "W":
+                changed.add((rank + (1 if kind == "F" else -1)) % pp)  # gets a tensor
+        for other in changed:
             choices[other] = progress.next_choice(other)
     if sum(map(len, progress.rows)) < 3 * progress.num_chunks * microbatches:
         raise ScheduleError(
