@@ -251,11 +251,8 @@ def rank_text(mesh: Mesh, rank: int, placement: Placement | None = None) -> str:
     """
     place = mesh.place(rank)
     stages = placement.stages(place.stage) if placement is not None else (place.stage,)
-    words = (
-        [f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"]
-        if mesh.pp > 1 or mesh.dp == mesh.tp == 1
-        else []
-    )
+    stage = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+    words = [stage] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
     words += [f"replica {place.replica}"] if mesh.dp > 1 else []
     words += [f"shard {place.shard}"] if mesh.tp > 1 else []
     return f"rank {rank} ({', '.join(words)})"
