@@ -239,6 +239,7 @@ NO_MATTER = {
             "hardware",
             "mesh",
             "names",
+            "placement",
             "plan_parts",
         )
     ),
