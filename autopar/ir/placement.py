@@ -1,4 +1,4 @@
-"""Which position of a pipeline runs which stages."""
+"""Where a pipeline's stages lie: the position in the pipeline that runs each."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """Which position of the pipeline runs which stages."""
+        """Where the stages lie."""
         return placement_of(self.schedule, self.mesh.pp, self.chunks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class RankSpec:
 
     @property
     def placement(self) -> Placement:
-        """Which position of the pipeline runs which stages."""
+        """Where the stages lie."""
         return Placement(self.mesh.pp, self.chunks, self.is_v)
 
     @property

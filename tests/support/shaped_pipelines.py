@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import V_SHAPED
 from autopar.ir.plan_parts import ONE_REPLICA, ZeroStage
 from autopar.schedule.simulate import Pipelined, scheduled_seconds
 from autopar.solve.cuts.problem import SPLIT_OVERHEAD, CutProblem, Priced, slowest_count
@@ -141,11 +142,13 @@ class ShapeSearch:
                     yield float(seconds[i]), ShapedPipeline(shapes, m, pipeline, tuple(cuts[i].tolist()))
 
     def pipelines(self, pp: int, microbatches: int) -> Collection[Pipeline]:
-        """Schedules that the planner considers: of those with equal orders the first, of searched ones with as many
-        stages a rank the one that may keep most activations."""
+        """Schedules that the planner considers, but for ZB-V: of those with equal orders the first, of searched ones
+        with as many stages a rank the one that may keep most activations."""
         mesh, found = Mesh(pp), dict[tuple[str, int], Pipeline]()
         for pipeline in allowed_pipelines(self.setting.constraints, mesh):
             point = Point(pp, 1, ONE_REPLICA, microbatches, pipeline)
+            if pipeline.schedule in V_SHAPED:  # whose stages are not at s % pp
+                continue
             if pipeline.is_split and not may_split(self.setting, pipeline, mesh, 0, microbatches):
                 continue
             if not point.is_interleaved_too:

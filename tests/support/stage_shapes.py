@@ -35,6 +35,7 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.network import Network, Port
+from autopar.ir.placement import V_SHAPED
 from autopar.ir.plan import Plan
 from autopar.solve.cuts.step_time import Setting
 from autopar.solve.search import search
@@ -182,7 +183,9 @@ def shaped(candidate: Candidate, search: ShapeSearch) -> ShapedPipeline | None:
     point, step = candidate.point, candidate.step
     if candidate.stage_of is None or step is None or point.pp not in STAGES or point.tp > 1 or point.replicas.zero > 1:
         return None
-    if step.pipeline_seconds <= step.port_seconds or point.microbatches not in search.microbatches:
+    if point.pipeline.schedule in V_SHAPED or step.pipeline_seconds <= step.port_seconds:
+        return None
+    if point.microbatches not in search.microbatches:
         return None
     unit_of, stage_of = units(candidate.problem.cost, search.prices(point.microbatches).names), candidate.stage_of
     stages = dict(zip(unit_of, stage_of))

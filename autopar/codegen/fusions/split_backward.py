@@ -63,7 +63,7 @@ def split_backward(program: Program, compiled: bool) -> Program:
 def split_linear(
     op: Op, layer: tuple[Ref, Ref, Any], shapes: Shapes, needed: Set[str], slot: MakeSlot
 ) -> tuple[DeferredWgrad, str, tuple[Any, ...]]:
-    """What a linear layer defers, and the operator that defers it, with its arguments."""
+    """The deferred gradient of a linear layer's weight; target and arguments of the operation in the layer's place."""
     x, weight, _ = layer
     (out, width), result = shapes[weight.name], op.outputs[0]
     rows = prod(result.shape[:-1])

@@ -204,7 +204,7 @@ class CutProblem:
 
     @cached_property
     def placement(self) -> Placement:
-        """Which position of the pipeline runs which stages."""
+        """Where the stages lie."""
         return placement_of(self.schedule, self.pp, self.chunks)
 
     def capacity_share(self, stage: int) -> float:

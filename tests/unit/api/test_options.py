@@ -37,7 +37,7 @@ from autopar.trace.trace import trace
         ({"zero": True}, "zero=True is no ZeRO stage"),
         ({"zero": 4}, "zero=4 is no ZeRO stage"),
         ({"zero1": True}, r"Unknown argument 'zero1'\. Did you mean zero\?"),
-        ({"schedule": "1f1b", "chunks": 2}, "Use schedule='interleaved', 'interleaved-overlap', 'zb-v', 'sear"),
+        ({"schedule": "1f1b", "chunks": 2}, "'interleaved-overlap', 'zb-v', 'searched' or 'auto'"),
         ({"recompute": "some"}, "recompute='some' is unknown. It is one of none, all, auto"),
         ({"reduce_dtype": "float16"}, "reduce_dtype='float16' is unknown. It is one of float32, bfloat16"),
         ({"schedule": "zigzag"}, "1f1b, gpipe, interleaved, interleaved-overlap, zb-h1, zb-v, searched, auto"),
