@@ -41,6 +41,7 @@ from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import StepRequest, TrainingRecipe
 from autopar.schedule.check import check
 from autopar.schedule.generate import generate, max_in_flight
+from autopar.schedule.order import chain_edges
 from autopar.sharding.outputs import Outputs
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.random_ops import RNG_COUNTERS
@@ -457,19 +458,18 @@ class Dispatcher:
 
     def check_schedule(self, name: str, specializations: Sequence[Specialization], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
-        stages, placement, order = self.programs.num_stages, self.plan.placement, self.plan.order
-        pp, chunks = placement.pp, placement.chunks
+        placement, order = self.plan.placement, self.plan.order
         if (name, count) in self.checked or count == 0:
             return
+        bounds = [max_in_flight(name, rank, placement, count, order) for rank in range(placement.pp)]
         edges = {(e.src, e.dst) for s in specializations for p in s.programs for e in p.sends}
         training = name != "forward-only"
         check(
-            generate(name, pp, count, chunks, order, placement.is_v),
-            num_chunks=stages,
+            generate(name, placement, count, order),
+            placement,
             microbatches=count,
-            edges=sorted(edges | {(i, i + 1) for i in range(stages - 1)}),
-            is_v=placement.is_v,
-            in_flight=[max_in_flight(name, r, pp, count, chunks, order) for r in range(pp)] if training else None,
+            edges=sorted(edges | set(chain_edges(placement.num_stages))),
+            in_flight=bounds,
             training=training,
         )
         self.checked.add((name, count))

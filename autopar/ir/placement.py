@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-# Schedules whose stages lie in a V, and how many each rank has.
+# Schedules whose stages lie in a V.
 V_SHAPED = ("zb-v",)
-V_CHUNKS = 2
 
 
 @dataclass(frozen=True)

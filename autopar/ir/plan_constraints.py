@@ -8,8 +8,8 @@ from math import inf, prod
 from typing import get_args
 
 from autopar.errors import UsageError
-from autopar.ir.placement import V_CHUNKS, V_SHAPED
 from autopar.ir.plan_parts import (
+    FIXED_CHUNKS,
     INTERLEAVED,
     SEVERAL_CHUNKS,
     SPLIT,
@@ -131,15 +131,10 @@ class PlanConstraints:
         check_switch("channels_last", self.channels_last)
         check_positive("memory", self.memory)
         check_positive("solver_seconds", self.solver_seconds)
-        if self.schedule not in (*SEVERAL_CHUNKS, "auto") and (self.chunks or 1) > 1:
+        if self.chunks not in (None, fixed := FIXED_CHUNKS.get(self.schedule, self.chunks)):
             raise UsageError(
-                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
+                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has {fixed}. Use "
                 f"schedule={', '.join(map(repr, SEVERAL_CHUNKS))} or 'auto', or leave chunks out."
-            )
-        if self.schedule in V_SHAPED and self.chunks not in (None, V_CHUNKS):
-            raise UsageError(
-                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has {V_CHUNKS}. Leave "
-                "chunks out."
             )
         if self.schedule in SPLIT and (self.zero or 0) >= 2:
             raise UsageError(

@@ -18,6 +18,8 @@ ScheduleName = Literal[
 INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
 # Schedules whose backwards are split into gradients of inputs and of weights.
 SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "zb-v", "searched")
+# Schedules that fix the number of chunks per rank; the others allow any.
+FIXED_CHUNKS: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 # Schedules that allow several chunks per rank.
 SEVERAL_CHUNKS: tuple[ScheduleName, ...] = (*INTERLEAVED, "zb-v", "searched")
 # Schedules that are for pipelines alone.

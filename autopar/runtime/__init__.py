@@ -18,6 +18,6 @@ Reading order:
     launch/          worker pool, torchrun and srun, failure propagation
     memory/          allocator settings, peaks, out-of-memory errors
 
->>> rank_text(Mesh(pp=2, tp=2), 3)
+>>> rank_text(Mesh(pp=2, tp=2), 3, Placement(2))
 'rank 3 (stage 1, shard 1)'
 """

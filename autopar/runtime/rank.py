@@ -199,9 +199,7 @@ class Rank:
         key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature)
         if key not in self.bound_steps:
             placement, count = self.spec.placement, len(request.programs)
-            schedule = generate(
-                request.schedule, placement.pp, count, placement.chunks, self.spec.order, placement.is_v
-            )
+            schedule = generate(request.schedule, placement, count, self.spec.order)
             loss_fn = self.step_loss() if self.is_last_stage and request.training else None
             batch_loss = None
             if loss_fn is not None and request.joined is not None:

@@ -90,8 +90,7 @@ class RankSpec:
         owners: the replica that updates each trainable weight of the model, at ZeRO stages 1 and 2. At stage 3, where
             replicas share the elements of weights, only of those that are not cut. Empty without ZeRO.
         stage_edges: directed pairs of stages that exchange tensors.
-        chunks: number of stages of each rank.
-        is_v: whether the stages lie in a V, see `Placement`.
+        placement: where the stages lie.
         order: of a searched schedule.
         trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
         autocast: low dtype of mixed precision, or None.
@@ -106,6 +105,7 @@ class RankSpec:
     rank: int
     mesh: Mesh
     device: str
+    placement: Placement
     build: BuildModule
     weights: tuple[Weight, ...]
     holders: Mapping[str, tuple[int, ...]]
@@ -121,8 +121,6 @@ class RankSpec:
     blocks: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
     autocast: str | None = None
-    chunks: int = 1
-    is_v: bool = False
     order: ListOrder | None = None
     region: str = "the whole model"
     predicted_bytes: int = 0
@@ -157,11 +155,6 @@ class RankSpec:
     def replica_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the same part of the same stage, by replica."""
         return self.mesh.group(self.rank, "dp")
-
-    @property
-    def placement(self) -> Placement:
-        """Where the stages lie."""
-        return Placement(self.mesh.pp, self.chunks, self.is_v)
 
     @property
     def replicas(self) -> Replicas:
@@ -243,14 +236,10 @@ class RankSpec:
         return positions[0] == self.place.stage and not any(copies)
 
 
-def rank_text(mesh: Mesh, rank: int, placement: Placement | None = None) -> str:
-    """``rank 3 (stage 1)``: the rank's stages, and its replica and shard where the mesh has these axes.
-
-    Args:
-        placement: of the stages. Default: one on each rank.
-    """
+def rank_text(mesh: Mesh, rank: int, placement: Placement) -> str:
+    """``rank 3 (stage 1)``: the rank's stages, and its replica and shard where the mesh has these axes."""
     place = mesh.place(rank)
-    stages = placement.stages(place.stage) if placement is not None else (place.stage,)
+    stages = placement.stages(place.stage)
     stage = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
     words = [stage] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
     words += [f"replica {place.replica}"] if mesh.dp > 1 else []

@@ -18,11 +18,10 @@ Transfer = tuple[Action, Action]
 
 def check(
     schedule: Schedule,
+    placement: Placement,
     *,
-    num_chunks: int,
     microbatches: int,
     edges: Collection[tuple[int, int]] | None = None,
-    is_v: bool = False,
     in_flight: Sequence[int] | None = None,
     training: bool = True,
 ) -> None:
@@ -46,26 +45,26 @@ def check(
     Args:
         edges: pairs (src, dst) with src < dst along which activations travel, gradients travelling back; by default
             all pairs of consecutive chunks.
-        is_v: whether the chunks lie in a V.
         in_flight: a bound per rank; see `max_in_flight`.
         training: whether each forward has a backward; otherwise there must be none, and nothing is in flight.
     Raises:
         ScheduleError: a promise is broken; prints all ranks' actions with the bad ones marked.
         UsageError: an edge, a number or the length of ``in_flight`` does not fit the pipeline.
     """
-    if not schedule or num_chunks < 1 or microbatches < 1:
+    num_chunks = placement.num_stages
+    assert len(schedule) == placement.pp, f"{len(schedule)} ranks in {placement}"
+    if num_chunks < 1 or microbatches < 1:
         raise UsageError(
             f"Nothing to check: {len(schedule)} ranks, {num_chunks} chunks, {microbatches} microbatches. "
             "All must be at least 1."
         )
     links = Links.of(edges, num_chunks)
-    placement = Placement(len(schedule), -(-num_chunks // len(schedule)), is_v)
-    where = _check_each_once(schedule, placement, num_chunks, microbatches, training)
+    where = _check_each_once(schedule, placement, microbatches, training)
     _check_backward_follows(schedule, where)
     _check_channels(schedule, links, where)
     run_order(schedule, links)
     is_chain = edges is None or set(edges) <= set(chain_edges(num_chunks))
-    if num_chunks <= len(schedule) and is_chain and not is_split(schedule):
+    if placement.chunks == 1 and is_chain and not is_split(schedule):
         check_rendezvous(schedule, num_chunks=num_chunks, edges=edges)
     if in_flight is not None:
         _check_in_flight(schedule, in_flight)
@@ -132,8 +131,9 @@ def _fail(words: str, schedule: Schedule, marked: Collection[GridCell]) -> NoRet
 
 
 def _check_each_once(
-    schedule: Schedule, placement: Placement, num_chunks: int, microbatches: int, training: bool
+    schedule: Schedule, placement: Placement, microbatches: int, training: bool
 ) -> Mapping[Action, GridCell]:
+    num_chunks = placement.num_stages
     where: dict[Action, GridCell] = {}
     for rank, row in enumerate(schedule):
         for index, action in enumerate(row):

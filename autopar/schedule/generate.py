@@ -1,4 +1,4 @@
-"""Schedules by name: one pure function per schedule, from rank, ranks, microbatches and chunks to the rank's actions.
+"""Schedules by name: one pure function per schedule, from rank, placement and microbatches to the rank's actions.
 
 Every backward phase runs its microbatches in forward order. Gradients then accumulate in the order in which one device
 would add them, and messages between two stages stay in order.
@@ -13,44 +13,36 @@ from itertools import groupby, pairwise, zip_longest
 from operator import ge
 
 from autopar.errors import UsageError, suggest
-from autopar.ir.placement import V_CHUNKS, V_SHAPED, Placement
-from autopar.ir.plan_parts import SEVERAL_CHUNKS, ListOrder
+from autopar.ir.placement import V_SHAPED, Placement
+from autopar.ir.plan_parts import FIXED_CHUNKS, SEVERAL_CHUNKS, ListOrder
 from autopar.schedule.actions import Action, ActionKind, Schedule
 from autopar.schedule.list_schedule import list_schedule
 
 
-def forward_only(
-    rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0, is_v: bool = False
-) -> tuple[Action, ...]:
-    """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`.
-
-    Args:
-        is_v: whether the stages lie in a V, see `Placement`.
-    """
-    own = Placement(pp, chunks, is_v).stages(rank)
-    return tuple(
-        Action("F", stage, i) for group in microbatch_groups(pp, microbatches, ahead) for stage in own for i in group
-    )
+def forward_only(rank: int, placement: Placement, microbatches: int, ahead: int = 0) -> tuple[Action, ...]:
+    """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`."""
+    groups = microbatch_groups(placement.pp, microbatches, ahead)
+    return tuple(Action("F", stage, i) for group in groups for stage in placement.stages(rank) for i in group)
 
 
-def gpipe(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+def gpipe(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
     """Actions of a rank for GPipe: every forward, then every backward.
 
     Source: Huang et al. 2019, section 2.3; there the backward phase runs in reverse order.
     """
-    forwards = forward_only(rank, pp, microbatches, chunks)
+    forwards = forward_only(rank, placement, microbatches)
     return forwards + tuple(Action("B", rank, i) for i in range(microbatches))
 
 
-def one_f_one_b(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+def one_f_one_b(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
     """Actions of a rank for 1F1B: min(pp - rank - 1, microbatches) warm-up forwards, pairs F B, the other backwards.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.1; here for any number of microbatches.
     """
-    return interleaved(rank, pp, microbatches, 1)
+    return interleaved(rank, placement, microbatches)
 
 
-def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> tuple[Action, ...]:
+def interleaved(rank: int, placement: Placement, microbatches: int, ahead: int = 0) -> tuple[Action, ...]:
     """Actions of a rank for interleaved 1F1B: `warmup` forwards, pairs F B, the other backwards.
 
     Microbatches pass in `microbatch_groups`. A rank runs a group's forwards on its first chunk, then on its second one,
@@ -64,19 +56,19 @@ def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int =
     ``ahead``
         is 0, as Megatron-LM requires. Groups of p and a shorter rest would take up to 1.4 times as long.
     """
-    forwards = forward_only(rank, pp, microbatches, chunks, ahead)
+    forwards = forward_only(rank, placement, microbatches, ahead)
     backwards = tuple(
         Action("B", stage, i)
-        for group in microbatch_groups(pp, microbatches, ahead)
-        for stage in reversed(Placement(pp, chunks).stages(rank))
+        for group in microbatch_groups(placement.pp, microbatches, ahead)
+        for stage in reversed(placement.stages(rank))
         for i in group
     )
-    first = min(warmup(rank, pp, microbatches, chunks, ahead), len(forwards))
+    first = min(warmup(rank, placement, microbatches, ahead), len(forwards))
     steady = tuple(action for pair in zip(forwards[first:], backwards) for action in pair)
     return forwards[:first] + steady + backwards[len(forwards) - first :]
 
 
-def zb_h1(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+def zb_h1(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
     """Actions of a rank for ZB-H1: 1F1B whose backwards are split, the gradients of weights running ``rank`` later.
 
     Every rank keeps the activations of at most p microbatches, as many as the first rank of 1F1B. For forwards F,
@@ -85,14 +77,14 @@ def zb_h1(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, .
     Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 2.1.
     """
     row: list[Action] = []
-    for action in one_f_one_b(rank, pp, microbatches, chunks):
+    for action in one_f_one_b(rank, placement, microbatches):
         row.append(action if action.kind == "F" else replace(action, kind="I"))
         if action.kind == "B" and action.microbatch >= rank:
             row.append(Action("W", rank, action.microbatch - rank))
     return tuple(row) + tuple(Action("W", rank, i) for i in range(max(0, microbatches - rank), microbatches))
 
 
-def zb_v(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+def zb_v(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
     """Actions of a rank for ZB-V: split backwards, and stages in a V, p and 2·pp − 1 − p on rank p.
 
     Every rank keeps at most 2·pp activations of its stages, which are half as large as those of 1F1B: as much memory as
@@ -101,7 +93,7 @@ def zb_v(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ..
 
     Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), the V-shaped schedule with zero bubble.
     """
-    down, up = Placement(pp, V_CHUNKS, is_v=True).stages(rank)
+    pp, (down, up) = placement.pp, placement.stages(rank)
     row, counts = list[Action](), dict[tuple[ActionKind, int], int]()
 
     def run(kinds: Sequence[ActionKind], stage: int) -> None:
@@ -130,7 +122,7 @@ def zb_v(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ..
     return tuple(row)
 
 
-def interleaved_overlap(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+def interleaved_overlap(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
     """Actions of a rank for `interleaved` whose groups have one microbatch more than ranks, which hides transfers.
 
     A microbatch needs p · (F + T) to pass p ranks, F a forward and T a transfer. A rank with p microbatches in a group
@@ -141,7 +133,7 @@ def interleaved_overlap(rank: int, pp: int, microbatches: int, chunks: int) -> t
 
     Source: Narayanan et al. 2021, section 2.2.2, for the order; the size of the groups by simulation.
     """
-    return interleaved(rank, pp, microbatches, chunks, OVERLAP_EXTRA)
+    return interleaved(rank, placement, microbatches, OVERLAP_EXTRA)
 
 
 # Microbatches of a group beyond the number of ranks in `interleaved_overlap`.
@@ -169,76 +161,66 @@ def may_overlap(pp: int, microbatches: int) -> bool:
     return microbatch_groups(pp, microbatches, OVERLAP_EXTRA) != microbatch_groups(pp, microbatches)
 
 
-def warmup(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> int:
+def warmup(rank: int, placement: Placement, microbatches: int, ahead: int = 0) -> int:
     """Forwards of a rank before its first pair F B, if it has as many.
 
     With several chunks, the first backward is that of the last chunk; by then the first group has passed all other
     chunks. Two more forwards for each later rank let an activation and a gradient travel while the ranks compute. With
     one chunk, half of those take as long where transfers are free, and keep fewer activations: this is 1F1B.
     """
-    later = pp - rank - 1
-    return later if chunks == 1 else (chunks - 1) * len(microbatch_groups(pp, microbatches, ahead)[0]) + 2 * later
+    later = placement.pp - rank - 1
+    if placement.chunks == 1:
+        return later
+    return (placement.chunks - 1) * len(microbatch_groups(placement.pp, microbatches, ahead)[0]) + 2 * later
 
 
-def interleaved_in_flight(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> int:
+def interleaved_in_flight(rank: int, placement: Placement, microbatches: int, ahead: int = 0) -> int:
     """Maximum number of activations in flight: the `warmup` forwards and the forward of a pair, or all there are."""
-    return min(chunks * microbatches, warmup(rank, pp, microbatches, chunks, ahead) + 1)
+    return min(placement.chunks * microbatches, warmup(rank, placement, microbatches, ahead) + 1)
 
 
-def zb_v_in_flight(rank: int, pp: int, microbatches: int, chunks: int) -> int:
+def zb_v_in_flight(rank: int, placement: Placement, microbatches: int) -> int:
     """Maximum number of activations in flight: those of both stages before the first gradient of weights."""
-    return min(2 * pp - rank - 1, microbatches) + min(rank + 1, microbatches)
+    return min(2 * placement.pp - rank - 1, microbatches) + min(rank + 1, microbatches)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Functions of a schedule, each of (rank, pp, microbatches, chunks).
+    """Functions of a schedule, each of (rank, placement, microbatches).
 
     Args:
         actions: the actions of a rank.
         max_in_flight: the most (chunk, microbatch) pairs whose activations a rank keeps at one time.
-        allows_chunks: whether a rank may have more than one chunk.
     """
 
-    actions: Callable[[int, int, int, int], tuple[Action, ...]]
-    max_in_flight: Callable[[int, int, int, int], int]
-    allows_chunks: bool = False
+    actions: Callable[[int, Placement, int], tuple[Action, ...]]
+    max_in_flight: Callable[[int, Placement, int], int]
 
 
 SCHEDULES: Mapping[str, ScheduleSpec] = {
-    "forward-only": ScheduleSpec(forward_only, lambda rank, pp, microbatches, chunks: 0, allows_chunks=True),
-    "gpipe": ScheduleSpec(gpipe, lambda rank, pp, microbatches, chunks: microbatches),
+    "forward-only": ScheduleSpec(forward_only, lambda rank, placement, microbatches: 0),
+    "gpipe": ScheduleSpec(gpipe, lambda rank, placement, microbatches: microbatches),
     "1f1b": ScheduleSpec(one_f_one_b, interleaved_in_flight),
-    "interleaved": ScheduleSpec(interleaved, interleaved_in_flight, allows_chunks=True),
-    "interleaved-overlap": ScheduleSpec(
-        interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP_EXTRA), allows_chunks=True
-    ),
-    "zb-h1": ScheduleSpec(zb_h1, lambda rank, pp, microbatches, chunks: min(pp, microbatches)),
-    "zb-v": ScheduleSpec(zb_v, zb_v_in_flight, allows_chunks=True),
+    "interleaved": ScheduleSpec(interleaved, interleaved_in_flight),
+    "interleaved-overlap": ScheduleSpec(interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP_EXTRA)),
+    "zb-h1": ScheduleSpec(zb_h1, lambda rank, placement, microbatches: min(placement.pp, microbatches)),
+    "zb-v": ScheduleSpec(zb_v, zb_v_in_flight),
 }
-SEARCHED, FORWARD_ONLY = "searched", "forward-only"
 
 
-def generate(
-    name: str, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None, is_v: bool = False
-) -> Schedule:
+def generate(name: str, placement: Placement, microbatches: int, order: ListOrder | None = None) -> Schedule:
     """The actions of every rank, for any number of ranks, microbatches and chunks per rank.
 
     Args:
         order: of a searched schedule.
-        is_v: of forwards alone, whether the stages lie in a V.
     Raises:
-        UsageError: no schedule has that name, a number is below 1, or the schedule allows other numbers of chunks.
+        UsageError: no schedule has that name, a number is below 1, or its stages do not lie like that.
     """
-    spec = _schedule_spec(name, pp, microbatches, chunks, order)
-    if name == FORWARD_ONLY:
-        return tuple(forward_only(rank, pp, microbatches, chunks, is_v=is_v) for rank in range(pp))
-    return tuple(spec.actions(rank, pp, microbatches, chunks) for rank in range(pp))
+    spec = _schedule_spec(name, placement, microbatches, order)
+    return tuple(spec.actions(rank, placement, microbatches) for rank in range(placement.pp))
 
 
-def max_in_flight(
-    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None
-) -> int:
+def max_in_flight(name: str, rank: int, placement: Placement, microbatches: int, order: ListOrder | None = None) -> int:
     """The most (chunk, microbatch) pairs whose activations ``rank`` keeps for a backward at one time.
 
     With p ranks, v chunks per rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B,
@@ -248,29 +230,28 @@ def max_in_flight(
     divides m. A searched schedule has its limit.
 
     Raises:
-        UsageError: no schedule has that name, the rank is not in the pipeline, a number is below 1, or the schedule
-            allows other numbers of chunks.
+        UsageError: as of `generate`, or the rank is not in the pipeline.
     """
-    spec = _schedule_spec(name, pp, microbatches, chunks, order)
-    if not 0 <= rank < pp:
+    spec = _schedule_spec(name, placement, microbatches, order)
+    if not 0 <= rank < (pp := placement.pp):
         raise UsageError(f"Rank {rank} is not in a pipeline of {pp} ranks. Give a rank from 0 to {pp - 1}.")
-    return spec.max_in_flight(rank, pp, microbatches, chunks)
+    return spec.max_in_flight(rank, placement, microbatches)
 
 
 @lru_cache(maxsize=4096)
 def in_flight_profiles(
-    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1, order: ListOrder | None = None
+    name: str, rank: int, placement: Placement, microbatches: int, order: ListOrder | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Microbatches in flight per chunk of a rank, at every moment that no other moment dominates in all chunks.
 
     The largest sum is first and, except in searched schedules, equals `max_in_flight`. Raises as `max_in_flight`.
     """
-    row = _schedule_spec(name, pp, microbatches, chunks, order).actions(rank, pp, microbatches, chunks)
-    kept, profiles = [0] * chunks, {(0,) * chunks}
+    row = _schedule_spec(name, placement, microbatches, order).actions(rank, placement, microbatches)
+    kept, profiles = [0] * placement.chunks, {(0,) * placement.chunks}
     trained = {(a.chunk, a.microbatch) for a in row if a.ends_backward}
     for action, following in zip_longest(row, row[1:]):
         if (action.chunk, action.microbatch) in trained:
-            kept[action.chunk // pp] += (action.kind == "F") - action.ends_backward
+            kept[action.chunk // placement.pp] += (action.kind == "F") - action.ends_backward
             # Any other moment is dominated by the one before or after.
             if action.kind == "F" and (following is None or following.kind != "F"):
                 profiles.add(tuple(kept))
@@ -281,32 +262,31 @@ def in_flight_profiles(
     return tuple(dominant)
 
 
-def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int, order: ListOrder | None) -> ScheduleSpec:
-    if name not in SCHEDULES and name != SEARCHED:
-        known = (*SCHEDULES, SEARCHED)
+def _schedule_spec(name: str, placement: Placement, microbatches: int, order: ListOrder | None) -> ScheduleSpec:
+    known = (*SCHEDULES, "searched")
+    if name not in known:
         raise UsageError(
             f"No schedule is named {name!r}. Known schedules: {', '.join(known)}.{suggest(name.lower(), known)}"
         )
+    pp, chunks = placement.pp, placement.chunks
     for label, number in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UsageError(f"Schedule {name} with {label}={number}: {label} must be at least 1.")
-    if name == SEARCHED:
-        assert order is not None and len(order.forward) == pp * chunks, f"{order} for {pp} ranks of {chunks} chunks"
-        return searched(order)
-    if name in V_SHAPED and chunks != V_CHUNKS:
-        raise UsageError(
-            f"Schedule {name} with chunks={chunks}: it has {V_CHUNKS} chunks a rank. Use chunks={V_CHUNKS}."
-        )
-    if chunks > 1 and not SCHEDULES[name].allows_chunks:
+    if chunks != (fixed := FIXED_CHUNKS.get(name, chunks)):
         several = ", ".join(SEVERAL_CHUNKS)
-        raise UsageError(f"Schedule {name} with chunks={chunks}: it has one chunk a rank. Use {several}, or chunks=1.")
+        raise UsageError(
+            f"Schedule {name} with chunks={chunks}: each rank has {fixed}. Use {several}, or chunks={fixed}."
+        )
+    assert name == "forward-only" or placement.is_v == (name in V_SHAPED), f"{name} in {placement}"
+    if name == "searched":
+        assert order is not None and len(order.forward) == placement.num_stages, f"{order} for {placement}"
+        return searched(order)
     return SCHEDULES[name]
 
 
 def searched(order: ListOrder) -> ScheduleSpec:
     """Functions of the schedule that list scheduling finds."""
     return ScheduleSpec(
-        lambda rank, pp, microbatches, chunks: list_schedule(order, pp, microbatches)[rank],
-        lambda rank, pp, microbatches, chunks: min(order.max_in_flight[rank], chunks * microbatches),
-        allows_chunks=True,
+        lambda rank, placement, microbatches: list_schedule(order, placement.pp, microbatches)[rank],
+        lambda rank, placement, microbatches: min(order.max_in_flight[rank], placement.chunks * microbatches),
     )

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.errors import UsageError
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import SPLIT, ListOrder
 from autopar.schedule.actions import Action, ActionKind, Schedule, is_split
 from autopar.schedule.check import in_flight_counts
@@ -72,8 +73,7 @@ class Pipelined:
     """A generated schedule: arguments of `autopar.schedule.generate.generate` except for the microbatches."""
 
     schedule: str
-    pp: int
-    chunks: int = 1
+    placement: Placement
     order: ListOrder | None = None
 
     @property
@@ -91,7 +91,7 @@ def scheduled_seconds(
 ) -> float:
     """As `replayed_seconds`, in the fastest way; with one chunk per rank all schedules except GPipe are 1F1B."""
     schedule = pipeline.schedule
-    if pipeline.chunks > 1 or pipeline.is_split:
+    if pipeline.placement.chunks > 1 or pipeline.is_split:
         return replayed_seconds(pipeline, forward_seconds, backward_seconds, transfers, sizes, wgrad_seconds)
     name = "gpipe" if schedule == "gpipe" else "1f1b"
     return pipeline_seconds(name, forward_seconds, backward_seconds, transfers, sizes)
@@ -107,8 +107,8 @@ def replayed_seconds(
 ) -> float:
     """The ``step_seconds`` of `simulate` for a generated schedule, whose order of actions is cached."""
     actions, received = generated_actions(pipeline, transfers, len(sizes))
-    wgrad = wgrad_seconds if pipeline.is_split else None
-    return run_actions(actions, pipeline.pp, action_seconds(forward_seconds, backward_seconds, wgrad), received, sizes)
+    durations = action_seconds(forward_seconds, backward_seconds, wgrad_seconds if pipeline.is_split else None)
+    return run_actions(actions, pipeline.placement.pp, durations, received, sizes)
 
 
 def generated_actions(
@@ -118,7 +118,7 @@ def generated_actions(
 
     Skips change no order: what a skip brings is made before what the chunks between bring.
     """
-    num_chunks = pipeline.pp * pipeline.chunks
+    num_chunks = pipeline.placement.num_stages
     edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
     return generated_in_run_order(pipeline, microbatches), sources(edges, transfers, num_chunks)
 
@@ -148,8 +148,8 @@ def critical_path(
 ) -> CriticalPath:
     """The path of dependencies whose sum is `scheduled_seconds`; of a schedule with whole backwards."""
     assert not pipeline.is_split, f"{pipeline} has other paths"
-    num_chunks, pp = len(forward_seconds), pipeline.pp
-    if pipeline.chunks == 1 and pipeline.schedule != "gpipe":
+    num_chunks, pp = len(forward_seconds), pipeline.placement.pp
+    if pipeline.placement.chunks == 1 and pipeline.schedule != "gpipe":
         pipeline = replace(pipeline, schedule="1f1b")
     actions, received = generated_actions(pipeline, transfers, len(sizes))
     durations = [*forward_seconds, *backward_seconds]
@@ -235,8 +235,8 @@ def run_actions(
 @lru_cache(maxsize=256)
 def generated_in_run_order(pipeline: Pipelined, microbatches: int) -> tuple[TimedAction, ...]:
     """As `in_run_order`, for a generated schedule whose edges join consecutive chunks."""
-    pp, num_chunks = pipeline.pp, pipeline.pp * pipeline.chunks
-    rows = generate(pipeline.schedule, pp, microbatches, pipeline.chunks, pipeline.order)
+    pp, num_chunks = pipeline.placement.pp, pipeline.placement.num_stages
+    rows = generate(pipeline.schedule, pipeline.placement, microbatches, pipeline.order)
     done = [[False] * microbatches for _ in range(2 * num_chunks)]
     found: list[TimedAction] = []
     waiting: dict[tuple[int, int], int] = {}  # rank that waits for a duration of a microbatch

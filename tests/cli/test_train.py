@@ -11,7 +11,7 @@ import timm
 import torch
 from safetensors.torch import load_file
 from support.cli import invoke
-from support.train_cli import TINY, losses, records, start
+from support.train_cli import TINY, ended, losses, records, start
 from torchvision import models
 
 import autopar
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "--train-num-samples", "512", "--val-num-samples", "200", "--lr", "5e-3", "--sched", "onecycle",
         "--shift", "1", "--clip-grad", "1", "-o", "out",
     )  # fmt: skip
-    printed, error = process.communicate(timeout=200)
+    printed, error = ended(process, 200)
     assert process.returncode == 0, error
     return folder / "out", printed
 

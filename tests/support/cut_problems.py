@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
+from autopar.ir.placement import Placement
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 from autopar.solve.cuts.merge import in_every_order, merge
@@ -72,7 +73,7 @@ def step_seconds(problem: CutProblem, stage_of: tuple[int, ...], link: Link) -> 
             if edge.requires_grad:
                 sent[dst, src] = sent.get((dst, src), 0) + edge.num_bytes
     transfers = {pair: link.seconds(n) if n else 0.0 for pair, n in sent.items()}
-    schedule = generate("1f1b", problem.stages, problem.microbatches)
+    schedule = generate("1f1b", Placement(problem.stages), problem.microbatches)
     optimizer = (
         sum(w.optimizer_seconds for w in cost.weights if any(stage_of[g] == s for g in w.groups)) for s in stages
     )

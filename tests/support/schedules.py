@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from autopar.ir.placement import placement_of
 from autopar.ir.plan_parts import ListOrder
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.simulate import Pipelined, replayed_seconds
@@ -38,7 +39,7 @@ def replayed(
     sizes: Sequence[float],
 ) -> float:
     """Seconds of a generated schedule with whole backwards."""
-    pipeline = Pipelined(name, pp, len(forward) // pp)
+    pipeline = Pipelined(name, placement_of(name, pp, len(forward) // pp))
     return replayed_seconds(pipeline, forward, backward, transfers, sizes, [0.0] * len(forward))
 
 

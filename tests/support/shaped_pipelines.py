@@ -228,7 +228,7 @@ class ShapeSearch:
         transfers = self.transfers(own, problem) if self.has_messages else {}
         is_searched = own.pipeline.schedule == "searched"
         orders = list_orders(problem, *durations, transfers) if is_searched else (None,)
-        pipelined = (Pipelined(problem.schedule, problem.pp, problem.chunks, order) for order in orders)
+        pipelined = (Pipelined(problem.schedule, problem.placement, order) for order in orders)
         sizes = [1.0] * own.microbatches
         simulated = min(scheduled_seconds(way, *durations[:2], transfers, sizes, durations[2]) for way in pipelined)
         return simulated + update

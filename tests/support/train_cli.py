@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 import autopar
 
@@ -24,11 +27,22 @@ SHORT = [
 def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """Process with the command in a new process group, as a shell starts it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, *(launcher or ("-c", MAIN)), *args]
     return subprocess.Popen(
-        command, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """What a process printed; if it has not ended after ``seconds``, fails with the stacks of all its processes."""
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for each in [*psutil.Process(process.pid).children(recursive=True)[::-1], process]:
+            os.kill(each.pid, signal.SIGABRT)  # faulthandler prints the stacks
+        raise AssertionError("\n".join([f"Not ended after {seconds} s.", *process.communicate(timeout=60)])) from None
 
 
 def records(path: Path) -> list[dict]:

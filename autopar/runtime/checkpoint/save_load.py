@@ -98,7 +98,8 @@ def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError
         number, error = cause(exception)
         if isinstance(error, CheckpointError) and not planner.reads:
             return error
-        text = f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.spec.mesh, number)}."
+        where = rank_text(rank.mesh, number, rank.spec.placement)
+        text = f"Cannot load the checkpoint in {folder}: {described(error)} on {where}."
         if not planner.reads:
             return CheckpointError(f"{text} The model is as it was. Use another checkpoint.")
         raise CheckpointError(
@@ -200,5 +201,6 @@ def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: Checkp
     else:
         remedy = f"{before}Training can go on; mend the state_dict() of the optimizer or the scheduler that raised it."
     return CheckpointError(
-        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(spec.mesh, number)}. {remedy}"
+        f"Cannot save a checkpoint to {folder}: {described(error)} on "
+        f"{rank_text(spec.mesh, number, spec.placement)}. {remedy}"
     )

@@ -175,7 +175,7 @@ def exit_after_failure(failed: ref[Rank]) -> None:
     deadline = time.monotonic() + GPU_SECONDS
     while rank is not None and rank.is_busy():
         if time.monotonic() >= deadline:
-            name = rank_text(rank.mesh, rank.spec.rank)
+            name = rank_text(rank.mesh, rank.spec.rank, rank.spec.placement)
             print(f"autopar: {name} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
             # faulthandler ends the process from a thread that needs no interpreter: Python's threads have none by then.
             nowhere = os.open(os.devnull, os.O_WRONLY)

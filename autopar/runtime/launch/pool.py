@@ -57,7 +57,7 @@ class WorkerPool:
             timeout_seconds: maximal wait for a peer inside a step.
             num_threads: number of CPU threads of each worker.
         """
-        self.mesh = specs[0].mesh
+        self.mesh, self.placement = specs[0].mesh, specs[0].placement
         self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process commands all of them
         pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
         self.failed: str | None = None
@@ -190,8 +190,8 @@ class WorkerPool:
         except OSError as error:
             remedy = "Give" if name == "start" else "No worker received the call. Use a smaller batch, or give"
             raise UsageError(
-                f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
-                f"memory: {error.strerror}. {remedy} the machine or container more memory."
+                f"{name} has no room for the tensors of {rank_text(self.mesh, rank, self.placement)}, which travel "
+                f"through shared memory: {error.strerror}. {remedy} the machine or container more memory."
             ) from error
         except Exception as error:
             raise cannot_send(name, own, "arguments", error) from error
@@ -208,9 +208,8 @@ class WorkerPool:
         dead = [r for r, f in failures.items() if f is None]
         if dead:
             code = self.exit_code(dead[0])
-            self.failed = (
-                f"{rank_text(self.mesh, dead[0]).capitalize()} died during {name}: {code}. All other ranks were ended."
-            )
+            rank = rank_text(self.mesh, dead[0], self.placement).capitalize()
+            self.failed = f"{rank} died during {name}: {code}. All other ranks were ended."
             reason = (
                 "If nobody killed it, the system may have run out of memory: use more microbatches or more devices."
                 if self.processes[dead[0]].returncode == -signal.SIGKILL
@@ -224,7 +223,8 @@ class WorkerPool:
             raise first.user_error
         where = f" in action {first.action}" if first.action else ""
         error = first.error.removesuffix(".")
-        self.failed = f"{rank_text(self.mesh, first.rank).capitalize()} failed during {name}{where}: {error}."
+        rank = rank_text(self.mesh, first.rank, self.placement).capitalize()
+        self.failed = f"{rank} failed during {name}{where}: {error}."
         earlier = ", ".join(other for other in self.begun.values() if other != name)
         before = (
             f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""

@@ -102,7 +102,7 @@ class SpmdBackend:
                 check_default_group(spec.rank, world, device)
             store = launcher_store(launch)
             publish_uncaught(store, spec.rank)
-            name = rank_text(spec.mesh, spec.rank)
+            name = rank_text(spec.mesh, spec.rank, spec.placement)
             self.alarm = FailureWatcher(store, f"failed/{number}", name, waits_of(self))
             self.opened.callback(self.alarm.close)
             with settings_active(spec), self.watched("parallelize"):
@@ -318,7 +318,8 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         if (lack := lack_of_memory(error)) is not None:
             raise out_of_memory(rank, name, lack) from error
         action = rank.current_step.current_action if rank.current_step else None
-        error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
+        name = rank_text(rank.mesh, rank.spec.rank, rank.spec.placement)
+        error.add_note(f"autopar: {name}" + (f", in action {action}" if action else ""))
         raise
 
 

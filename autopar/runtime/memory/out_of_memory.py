@@ -46,8 +46,8 @@ def out_of_memory(rank: Rank, command: str, error: torch.OutOfMemoryError) -> De
     where = f" in action {action}" if action is not None else ""
     peak, predicted = text(rank.peak_bytes(), BYTES), text(spec.predicted_bytes, BYTES)
     return DeviceMemoryError(
-        f"{rank_text(spec.mesh, spec.rank).capitalize()} ran out of memory during {command}{where}, with {spec.region} "
-        f"on {device}: {reason}. Its peak was {peak} of {text(capacity, BYTES)}; the plan predicted {predicted}. "
-        f"Use {', '.join(remedies[:-1])} or {remedies[-1]}; or pass memory= with less than {predicted}, so that the "
-        "planner looks for a smaller plan."
+        f"{rank_text(spec.mesh, spec.rank, spec.placement).capitalize()} ran out of memory during {command}{where}, "
+        f"with {spec.region} on {device}: {reason}. Its peak was {peak} of {text(capacity, BYTES)}; the plan predicted "
+        f"{predicted}. Use {', '.join(remedies[:-1])} or {remedies[-1]}; or pass memory= with less than {predicted}, "
+        "so that the planner looks for a smaller plan."
     )

@@ -198,9 +198,7 @@ class Search:
         problem = self.problem
         if problem.is_split:
             return self.busiest_rank(forward, backward, transfers)
-        path = critical_path(
-            Pipelined(problem.schedule, problem.pp, problem.chunks), forward, backward, transfers, self.sizes
-        )
+        path = critical_path(Pipelined(problem.schedule, problem.placement), forward, backward, transfers, self.sizes)
         weights: dict[tuple[int, Quantity], float] = {}
         for s in range(problem.stages):
             weights[s, Quantity.FORWARD], weights[s, Quantity.BACKWARD] = path.forward[s], path.backward[s]

@@ -107,7 +107,7 @@ def pipeline_seconds(
     transfers = hop_seconds(setting, problem, stage_of)
 
     def seconds(order: ListOrder | None) -> float:
-        pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
+        pipeline = Pipelined(problem.schedule, problem.placement, order)
         return scheduled_seconds(pipeline, forward, backward, transfers, sizes, wgrad)
 
     orders = list_orders(problem, forward, backward, wgrad, transfers) if problem.schedule == "searched" else (None,)
@@ -155,7 +155,7 @@ def order_of(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> 
     sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
 
     def seconds(order: ListOrder) -> float:
-        pipeline = Pipelined(problem.schedule, problem.pp, problem.chunks, order)
+        pipeline = Pipelined(problem.schedule, problem.placement, order)
         return scheduled_seconds(pipeline, forward, backward, hops, sizes, wgrad)
 
     return min(list_orders(problem, forward, backward, wgrad, hops), key=seconds)

@@ -13,9 +13,9 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
-from autopar.ir.placement import V_CHUNKS, V_SHAPED, Placement
+from autopar.ir.placement import Placement
 from autopar.ir.plan_constraints import PlanConstraints, check_whole
-from autopar.ir.plan_parts import OF_PIPELINES
+from autopar.ir.plan_parts import FIXED_CHUNKS, OF_PIPELINES
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97
@@ -45,7 +45,7 @@ class Constraints(PlanConstraints):
     @property
     def chunks_with_pins(self) -> int:
         """Stages of a rank where pins name stages."""
-        return self.chunks or (V_CHUNKS if self.schedule in V_SHAPED else 1)
+        return self.chunks or FIXED_CHUNKS.get(self.schedule, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,8 +9,8 @@ from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.placement import V_CHUNKS, V_SHAPED
-from autopar.ir.plan_parts import INTERLEAVED, SEVERAL_CHUNKS, SPLIT, Replicas, ScheduleName, ZeroStage
+from autopar.ir.placement import placement_of
+from autopar.ir.plan_parts import FIXED_CHUNKS, INTERLEAVED, SPLIT, Replicas, ScheduleName, ZeroStage
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.step_time import Decision, Setting
 from autopar.solve.space.constraints import Constraints, microbatch_candidates
@@ -77,9 +77,10 @@ class Point:
         pp, m, schedule, chunks = self.pp, self.microbatches, self.pipeline.schedule, self.pipeline.chunks
         if schedule == "searched":
             return (((min(m, -(-self.pipeline.kept * pp // 2)),) * chunks,),) * pp
+        placement = placement_of(schedule, pp, chunks)
         if chunks == 1:
-            return tuple(((max_in_flight(schedule, p, pp, m),),) for p in range(pp))
-        return tuple(in_flight_profiles(schedule, p, pp, m, chunks) for p in range(pp))
+            return tuple(((max_in_flight(schedule, p, placement, m),),) for p in range(pp))
+        return tuple(in_flight_profiles(schedule, p, placement, m) for p in range(pp))
 
     @property
     def is_interleaved_too(self) -> bool:
@@ -185,10 +186,8 @@ def are_alike(point: Point, pipeline: Pipeline) -> bool:
 
 def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
-    if asked.schedule != "auto" and asked.schedule not in SEVERAL_CHUNKS:
-        return (Pipeline(asked.schedule),)
-    if asked.schedule in V_SHAPED:
-        return (Pipeline(asked.schedule, V_CHUNKS),)
+    if asked.schedule != "auto" and asked.schedule in FIXED_CHUNKS:
+        return (Pipeline(asked.schedule, FIXED_CHUNKS[asked.schedule]),)
     if mesh.pp == 1:
         return (Pipeline(),)
     chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MAX_CHUNKS))
@@ -198,7 +197,7 @@ def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
             whole: tuple[ScheduleName, ...] = INTERLEAVED if n > 1 else ("1f1b", "zb-h1")
         else:
             whole = (asked.schedule,) if asked.schedule in INTERLEAVED else ()
-        if asked.schedule == "auto" and n == V_CHUNKS:
+        if asked.schedule == "auto" and n == FIXED_CHUNKS["zb-v"]:
             found.append(Pipeline("zb-v", n))
         found += [Pipeline(schedule, n) for schedule in whole]
         if asked.schedule in ("auto", "searched") and n <= (asked.chunks or MAX_SEARCHED_CHUNKS):

@@ -31,7 +31,7 @@ def bubble_bound_seconds(plan: Plan, spans: SpansByRank) -> float:
     else:
         wgrad, backward = None, per_stage("B")
     count = len(microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches))
-    schedule = generate(plan.schedule, plan.mesh.pp, count, plan.chunks, plan.order)
+    schedule = generate(plan.schedule, plan.placement, count, plan.order)
     return simulate(schedule, per_stage("F"), backward, wgrad_seconds=wgrad).step_seconds
 
 

@@ -87,7 +87,7 @@ class Pipeline:
     def of(plan: Plan) -> Pipeline:
         """Pipeline of a plan."""
         return Pipeline(
-            Pipelined(plan.schedule, plan.mesh.pp, plan.chunks, plan.order),
+            Pipelined(plan.schedule, plan.placement, plan.order),
             tuple(s.forward_seconds for s in plan.stages),
             tuple(s.backward_seconds for s in plan.stages),
             plan.transfer_seconds,

@@ -159,7 +159,7 @@ def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
     name = checked_schedule(plan, schedule)
     sizes = microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches)
     timeline = simulate(
-        generate(name, plan.mesh.pp, len(sizes), plan.chunks, plan.order),
+        generate(name, plan.placement, len(sizes), plan.order),
         [stage.forward_seconds for stage in plan.stages],
         [stage.backward_seconds for stage in plan.stages],
         plan.transfer_seconds,

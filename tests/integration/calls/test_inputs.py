@@ -267,7 +267,7 @@ def test_arguments_of_parallelize() -> None:
         (-2, {"plan": plan}, "devices=-2 must be a whole number of at least 1"),
         (2.0, {}, r"devices=2\.0 must be a whole number"),
         (2, {"microbatches": 0}, "microbatches=0 must be a whole number of at least 1"),
-        (2, {"schedule": "1f1b", "chunks": 2}, "chunks=2 with schedule='1f1b', under which each rank has one"),
+        (2, {"schedule": "1f1b", "chunks": 2}, "chunks=2 with schedule='1f1b', under which each rank has 1"),
         (2, {"tp": 3}, "tp=3 needs a multiple of 3 devices, not 2"),
         (2, {"backend": "mpi"}, "backend='mpi' is unknown"),
         (2, {"batch_size": 5}, "batch_size=5, but the example inputs hold 6 samples"),

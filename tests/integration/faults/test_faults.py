@@ -84,9 +84,18 @@ def test_a_killed_worker_ends_the_step_with_one_error(victim: int, tmp_path: Pat
         goes_on()
 
 
-@pytest.mark.parametrize(("pp", "victim", "name"), [(1, 1, "replica 1"), (2, 2, "stage 1, replica 0")])
-def test_a_killed_replica_ends_the_step(pp: int, victim: int, name: str) -> None:
-    plan = plan_by_hand(mlp(), X, 3, ["2.linear"][: pp - 1], dp=2)
+@pytest.mark.parametrize(
+    ("firsts", "schedule", "victim", "name"),
+    [
+        ([], "1f1b", 1, "replica 1"),
+        (["2.linear"], "1f1b", 2, "stage 1, replica 0"),
+        (["1.relu", "2.linear", "4.linear"], "interleaved", 2, "stages 1 and 3, replica 0"),
+    ],
+    ids=["one stage", "two stages", "four stages on two"],
+)
+def test_a_killed_replica_ends_the_step(firsts: list[str], schedule: str, victim: int, name: str) -> None:
+    pp, chunks = min(1 + len(firsts), 2), 2 if schedule == "interleaved" else 1
+    plan = plan_by_hand(mlp(), X, 3, firsts, schedule, dp=2, chunks=chunks)
     adam = functools.partial(torch.optim.Adam, lr=1e-3)
     pm = autopar.parallelize(mlp(), 2 * pp, X, loss_fn=F.cross_entropy, optimizer=adam, plan=plan)
     pids = workers()

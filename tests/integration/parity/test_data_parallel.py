@@ -250,6 +250,7 @@ def test_full_params_travel_in_buckets_of_one_owner_and_dtype() -> None:
         rank=0,
         mesh=Mesh(1, 2, 1),
         device="cpu",
+        placement=Placement(1),
         build=lambda *_: nn.Identity(),
         weights=tuple(weights),
         holders={},
@@ -306,11 +307,11 @@ def test_a_loss_that_is_not_finite_names_its_microbatch_in_the_global_batch() ->
 
 
 def test_a_rank_is_named_by_the_axes_that_there_are() -> None:
-    assert rank_text(Mesh(4), 3) == "rank 3 (stage 3)"
+    assert rank_text(Mesh(4), 3, Placement(4)) == "rank 3 (stage 3)"
     assert rank_text(Mesh(4), 3, Placement(4, 2, is_v=True)) == "rank 3 (stages 3 and 4)"
-    assert rank_text(Mesh(1), 0) == "rank 0 (stage 0)"
-    assert rank_text(Mesh(1, 1, 4), 2) == "rank 2 (replica 2)"
-    assert rank_text(Mesh(2, 2, 2), 5) == "rank 5 (stage 1, replica 0, shard 1)"
+    assert rank_text(Mesh(1), 0, Placement(1)) == "rank 0 (stage 0)"
+    assert rank_text(Mesh(1, 1, 4), 2, Placement(1)) == "rank 2 (replica 2)"
+    assert rank_text(Mesh(2, 2, 2), 5, Placement(2)) == "rank 5 (stage 1, replica 0, shard 1)"
 
 
 def test_the_bubble_bound_takes_the_slowest_rank_of_each_stage() -> None:
@@ -324,7 +325,7 @@ def test_the_bubble_bound_takes_the_slowest_rank_of_each_stage() -> None:
         )
         for rank, (forward, backward) in seconds.items()
     }
-    expected = simulate(generate("1f1b", 2, 2), [3.0, 2.0], [2.0, 4.0]).step_seconds
+    expected = simulate(generate("1f1b", Placement(2), 2), [3.0, 2.0], [2.0, 4.0]).step_seconds
     assert bubble_bound_seconds(plan, spans) == expected
 
 
@@ -338,6 +339,7 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None, zero
         rank=rank,
         mesh=mesh,
         device="cpu",
+        placement=Placement(mesh.pp),
         build=lambda *_: nn.Identity(),
         weights=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in shapes.items()),
         holders={},

@@ -22,9 +22,9 @@ import autopar
 from autopar.codegen.fusions.split_backward import split_backward
 from autopar.codegen.split import split
 from autopar.errors import PlanError, UsageError
-from autopar.ir.placement import V_CHUNKS, Placement
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
-from autopar.ir.plan_parts import ListOrder, ScheduleName
+from autopar.ir.plan_parts import FIXED_CHUNKS, ListOrder, ScheduleName
 from autopar.tools.parity.compare import EPSILON
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -46,7 +46,7 @@ def split_plans(whole: Plan) -> list[Plan]:
 
 def in_a_v(whole: Plan) -> Plan:
     """The plan under ZB-V, which runs stages on other ranks."""
-    place = Placement(whole.mesh.pp, V_CHUNKS, is_v=True).position
+    place = Placement(whole.mesh.pp, FIXED_CHUNKS["zb-v"], is_v=True).position
     stages = tuple(replace(stage, ranks=whole.mesh.ranks(place(i))) for i, stage in enumerate(whole.stages))
     return replace(whole, schedule="zb-v", stages=stages)
 
@@ -108,7 +108,7 @@ def test_models_in_a_v(name: str) -> None:
     torch.manual_seed(0)
     make, x, y, loss_fn = MODELS[name]
     model, x, y = make(), x(), y()
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, 4), "interleaved", chunks=V_CHUNKS)
+    plan = plan_by_hand(model, x, 3, even_firsts(model, x, 4), "interleaved", chunks=FIXED_CHUNKS["zb-v"])
     assert_bit_equal(model, plan, [in_a_v(plan)], x, y, loss_fn)
 
 
@@ -146,7 +146,7 @@ def test_plans(options: dict[str, Any]) -> None:
 def test_any_number_of_microbatches_in_processes(schedule: ScheduleName, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = tiny_vit()
-    chunks = V_CHUNKS if schedule == "zb-v" else 1
+    chunks = FIXED_CHUNKS["zb-v"] if schedule == "zb-v" else 1
     plan = plan_by_hand(model, images(5), 5, even_firsts(model, images(5), 2 * chunks), schedule, chunks=chunks)
     plan = replace(plan, order=searched(2)) if schedule == "searched" else plan
     reference = Reference(model, F.cross_entropy, ADAMW)

@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.cli import invoke
-from support.train_cli import MAIN, SHORT, TINY, contents, losses, records, start
+from support.train_cli import MAIN, SHORT, TINY, contents, ended, losses, records, start
 
 from autopar.tools.cli.existing_run import command
 from autopar.train import read_run
@@ -37,7 +37,7 @@ def test_torchrun_has_the_losses_of_one_device(alone, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python", sys.executable)
     # The first stages read images, the last ones labels; each pipeline has its half of every batch.
     process = start(tmp_path, "-c", MAIN, "train", *SHORT, "--pp", "2", "--dp", "2", "-o", "out", launcher=launcher)
-    printed, error = process.communicate(timeout=200)
+    printed, error = ended(process, 200)
     assert process.returncode == 0, error[-3000:]
     assert printed.count("test accuracy") == 1  # one rank prints
     assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=1e-4)
@@ -69,7 +69,7 @@ def interrupt(process: subprocess.Popen[str], log: Path, lines: int) -> str:
         time.sleep(0.005)
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=100)
+    _, error = ended(process, 100)
     assert len(family) >= 2  # workers, and processes that read images
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
@@ -128,7 +128,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(alone, tmp_path, launcher, e
     assert len(family) >= 4, process.communicate()  # workers or ranks, and processes that read images
     for each in [*family, process] if everyone else [process]:
         os.kill(each.pid, signal.SIGTERM)
-    _, error = process.communicate(timeout=100)
+    _, error = ended(process, 100)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     assert "Terminated: the run ends after this update." in error and "all of it is saved" in error, error
@@ -136,7 +136,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(alone, tmp_path, launcher, e
     assert read_run(tmp_path / "out" / "last").position.update == len(losses(tmp_path / "out")) < 16
     for times in range(2 if everyone else 1):  # the second time there is nothing left to do
         again = start(tmp_path, *run, launcher=launcher)
-        printed, error = again.communicate(timeout=200)
+        printed, error = ended(again, 200)
         assert again.returncode == 0, error
         assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=1e-4)
         assert printed.count("The run in out is finished: it has done 2 epochs.") == times
@@ -267,7 +267,7 @@ def test_torchrun_refuses_a_folder_on_all_ranks(alone, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable)
     before = contents(alone)
     process = start(tmp_path, "-c", enter, "train", *SHORT, "--dp", "2", "-o", alone.name, launcher=launcher)
-    printed, error = process.communicate(timeout=100)
+    printed, error = ended(process, 100)
     assert process.returncode != 0
     assert error.count(f"error: {alone.name} holds a run already: checkpoint last after 16 updates, ") == 2, error
     assert "mesh" not in printed and contents(alone) == before

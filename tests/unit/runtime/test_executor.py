@@ -23,6 +23,7 @@ from torch import nn
 
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value
+from autopar.ir.placement import Placement
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import LocalTransport
@@ -139,7 +140,8 @@ def test_activations_are_freed_as_the_schedule_says(schedule: str, chunks: int, 
     plan = plan_by_hand(model, x, 6, firsts, schedule, chunks=chunks)
     pm = in_threads(model, plan, x, F.mse_loss, build)
     pm.forward_backward(x, y)
-    assert [max(a) for a in alive] == expected == [max_in_flight(schedule, r, pp, 6, chunks) for r in range(pp)]
+    bounds = [max_in_flight(schedule, rank, plan.placement, 6) for rank in range(pp)]
+    assert [max(a) for a in alive] == expected == bounds
     gc.collect()
     assert [len(t) for t in tokens] == [0] * pp
 
@@ -155,7 +157,7 @@ def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: in
     stages = ranks * chunks
     links = Links.of(list(combinations(range(stages), 2)), stages)  # every skip there can be
     for microbatches in (1, 2, 3, 5, 8, 13):
-        rows = generate(schedule, ranks, microbatches, chunks)
+        rows = generate(schedule, Placement(ranks, chunks), microbatches)
         waits = {
             own: found
             for rank, row in enumerate(rows)
@@ -177,7 +179,7 @@ def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: in
                 most = max(most, *(sum(to == peer for to, _ in under_way) for peer in range(stages)))
             # Activations of the microbatches in flight and of one more of each chunk, or as many gradients.
             kept = "interleaved" if schedule == "forward-only" else schedule
-            bound = max_in_flight(kept, 0, ranks, microbatches, chunks) + chunks
+            bound = max_in_flight(kept, 0, Placement(ranks, chunks), microbatches) + chunks
             assert most <= (microbatches if schedule == "gpipe" else bound)
 
 

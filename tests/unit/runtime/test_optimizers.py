@@ -25,6 +25,7 @@ from autopar.api.options import Options
 from autopar.ir.graph import Weight
 from autopar.ir.layout import split_layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import ZeroStage
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.optim.build import use_fused_kernels
@@ -180,7 +181,7 @@ def test_parts_meet_on_one_shard_and_return(zero: ZeroStage) -> None:
     for number in range(4):
         own = {name: cut[name](tensor, number % 2).clone() for name, tensor in start.items()}
         spec = RankSpec(
-            rank=number, mesh=mesh, device="cpu", build=lambda *_: nn.Identity(),
+            rank=number, mesh=mesh, device="cpu", placement=Placement(1), build=lambda *_: nn.Identity(),
             weights=tuple(Weight(n, "parameter", tuple(t.shape), "float32", True) for n, t in own.items()),
             holders={}, stage_edges=(), recipe=TrainingRecipe(F.cross_entropy, make), storage=layouts, owners=owners,
             zero=1 if owners else 0,
@@ -267,7 +268,7 @@ def shards(make: Make, start: dict[str, torch.Tensor]) -> list[Rank]:
     for number in range(2):
         own = {name: part(name, tensor, number).clone() for name, tensor in start.items()}
         spec = RankSpec(
-            rank=number, mesh=Mesh(1, 2, 1), device="cpu", build=lambda *_: nn.Identity(),
+            rank=number, mesh=Mesh(1, 2, 1), device="cpu", placement=Placement(1), build=lambda *_: nn.Identity(),
             weights=tuple(Weight(n, "parameter", tuple(t.shape), "float32", True) for n, t in own.items()),
             holders={}, stage_edges=(), recipe=TrainingRecipe(F.cross_entropy, make), storage=layouts, owners={},
             trainable=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in SIZES.items()),

@@ -1,5 +1,6 @@
 """Text of actions and schedules: printed, and shown with marked cells."""
 
+from autopar.ir.placement import Placement
 from autopar.schedule.actions import Action, format_grid
 from autopar.schedule.generate import generate
 
@@ -9,7 +10,7 @@ def test_action_text() -> None:
 
 
 def test_grid_shows_a_window_of_long_rows() -> None:
-    grid = format_grid(generate("forward-only", 2, 100), [(1, 50)])
+    grid = format_grid(generate("forward-only", Placement(2), 100), [(1, 50)])
     assert [line.split() for line in grid.splitlines()] == [
         ["rank", "0:", "…", *(f"0F{i}" for i in range(38, 62)), "…"],
         ["rank", "1:", "…", *(f"[1F{i}]" if i == 50 else f"1F{i}" for i in range(38, 62)), "…"],

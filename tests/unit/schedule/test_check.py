@@ -7,6 +7,7 @@ from support.effort import examples
 from support.schedules import parse_schedule, sources
 
 from autopar.errors import ScheduleError, UsageError
+from autopar.ir.placement import Placement
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.check import check, check_rendezvous
 from autopar.schedule.generate import generate
@@ -85,13 +86,13 @@ rank 0:  0F0 [0B0] 0F1  0B1
 rank 1:  1F0 [1F1] 1B0  1B1""",
     ),
     "deadlock within a rank": (
-        "rank 0: 2F0 0F0 0B0 2B0\nrank 1: 1F0 1B0",
-        {"num_chunks": 3, "microbatches": 1},
+        "rank 0: 2F0 0F0 0B0 2B0\nrank 1: 1F0 3F0 3B0 1B0",
+        {"placement": Placement(2, 2), "microbatches": 1},
         """\
 The schedule comes to a halt: rank 0 waits before 2F0 for 1F0, which is held up on rank 1; \
 rank 1 waits before 1F0 for 0F0, which rank 0 runs only after 2F0. Move or add the awaited action.
 rank 0: [2F0] 0F0  0B0  2B0
-rank 1: [1F0] 1B0""",
+rank 1: [1F0] 3F0  3B0  1B0""",
     ),
     "deadlock by rendezvous only": (
         "rank 0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
@@ -119,13 +120,13 @@ rank 1:  1F0 [1F1] 1B0  1B1""",
 def test_planted_fault(fault: str) -> None:
     text, arguments, message = FAULTS[fault]
     with pytest.raises(ScheduleError) as error:
-        check(parse_schedule(text), **{"num_chunks": 2, "microbatches": 2, **arguments})
+        check(parse_schedule(text), **{"placement": Placement(2), "microbatches": 2, **arguments})
     assert str(error.value) == message
 
 
 def test_missing_forward_of_an_idle_rank() -> None:
     with pytest.raises(ScheduleError) as error:
-        check((generate("1f1b", 1, 1)[0], ()), num_chunks=2, microbatches=1)
+        check((generate("1f1b", Placement(1), 1)[0], ()), Placement(2), microbatches=1)
     assert str(error.value) == (
         "1F0 is missing: rank 1 ends after 0 actions without it. Add it.\nrank 0:  0F0  0B0\nrank 1: [end]"
     )
@@ -142,13 +143,13 @@ def test_missing_forward_of_an_idle_rank() -> None:
 )
 def test_check_refuses(arguments: dict, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        check(generate("1f1b", 2, 2), **{"num_chunks": 2, "microbatches": 2, **arguments})
+        check(generate("1f1b", Placement(2), 2), Placement(2), **{"microbatches": 2, **arguments})
     assert str(error.value).startswith(message)
 
 
 def test_long_skip_needs_buffered_sends() -> None:
-    schedule, edges = generate("1f1b", 4, 4), chain((0, 3), pp=4)
-    check(schedule, num_chunks=4, microbatches=4, edges=edges)
+    schedule, edges = generate("1f1b", Placement(4), 4), chain((0, 3), pp=4)
+    check(schedule, Placement(4), microbatches=4, edges=edges)
     with pytest.raises(ScheduleError) as error:
         check_rendezvous(schedule, num_chunks=4, edges=edges)
     assert (
@@ -168,7 +169,7 @@ rank 3:  3F0  3B0 [3F1] 3B1  3F2  3B2  3F3  3B3"""
 @pytest.mark.parametrize(("name", "skip"), [("gpipe", 2), ("gpipe", 5), ("forward-only", 5), ("1f1b", 2)])
 def test_skips_that_need_no_buffers(name: str, skip: int) -> None:
     for microbatches in range(1, 10):
-        schedule = generate(name, 6, microbatches)
+        schedule = generate(name, Placement(6), microbatches)
         for src in range(6 - skip):
             check_rendezvous(schedule, num_chunks=6, edges=chain((src, src + skip), pp=6))
 
@@ -177,7 +178,7 @@ def test_several_chunks_per_rank() -> None:
     schedule = parse_schedule("""\
 rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
 rank 1: 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1""")
-    check(schedule, num_chunks=4, microbatches=2, in_flight=[4, 4])
+    check(schedule, Placement(2, 2), microbatches=2, in_flight=[4, 4])
     assert (
         str(simulate(schedule, [1.0] * 4, [1.0] * 4))
         == """\
@@ -242,7 +243,7 @@ def runs_with_rendezvous(schedule: Schedule) -> bool:
 def shuffled(draw: st.DrawFn) -> tuple[Schedule, int]:
     """A generated training schedule with a few neighbouring actions swapped, and its number of microbatches."""
     name, pp, microbatches = draw(st.sampled_from(["gpipe", "1f1b"])), draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    rows = [list(row) for row in generate(name, pp, microbatches)]
+    rows = [list(row) for row in generate(name, Placement(pp), microbatches)]
     for _ in range(draw(st.integers(0, 6))):
         row = rows[draw(st.integers(0, pp - 1))]
         i = draw(st.integers(0, len(row) - 2))
@@ -256,7 +257,7 @@ def test_check_agrees_with_running_the_ranks(case: tuple[Schedule, int]) -> None
     schedule, microbatches = case
     runs = runs_with_queues(schedule) and runs_with_rendezvous(schedule)
     try:
-        check(schedule, num_chunks=len(schedule), microbatches=microbatches)
+        check(schedule, Placement(len(schedule)), microbatches=microbatches)
         passed = True
     except ScheduleError:
         passed = False

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
+from autopar.ir.placement import Placement
 from autopar.schedule.fast_step_time import pipeline_seconds
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
@@ -35,7 +36,7 @@ def test_fronts_take_what_the_simulation_takes(
     schedule: str, pipeline: tuple[list[float], list[float], dict[tuple[int, int], float], list[float]]
 ) -> None:
     forward, backward, transfers, sizes = pipeline
-    simulated = simulate(generate(schedule, len(forward), len(sizes)), forward, backward, transfers, sizes)
+    simulated = simulate(generate(schedule, Placement(len(forward)), len(sizes)), forward, backward, transfers, sizes)
     found = pipeline_seconds(schedule, forward, backward, transfers, sizes)
     assert found == pytest.approx(simulated.step_seconds, rel=1e-12)
 

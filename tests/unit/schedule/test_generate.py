@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.schedules import format_schedule, replayed
 
 from autopar.errors import UsageError
-from autopar.ir.placement import V_SHAPED
-from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
+from autopar.ir.placement import V_SHAPED, Placement, placement_of
+from autopar.ir.plan_parts import FIXED_CHUNKS, INTERLEAVED, ScheduleName
 from autopar.schedule.actions import Action
 from autopar.schedule.check import check
 from autopar.schedule.generate import SCHEDULES, generate, in_flight_profiles, max_in_flight, may_overlap
@@ -54,45 +54,48 @@ rank 2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3""",
 
 @pytest.mark.parametrize(("name", "pp", "microbatches"), PRINTED)
 def test_generated(name: str, pp: int, microbatches: int) -> None:
-    assert format_schedule(generate(name, pp, microbatches)) == PRINTED[name, pp, microbatches]
+    assert format_schedule(generate(name, Placement(pp), microbatches)) == PRINTED[name, pp, microbatches]
 
 
 def test_every_schedule_of_a_plan_has_a_recipe() -> None:
     assert {*SCHEDULES, "searched"} == set(get_args(ScheduleName))
-    assert {name for name, recipe in SCHEDULES.items() if recipe.allows_chunks} == {
-        "forward-only",
-        "zb-v",
-        *INTERLEAVED,
-    }
+    assert {name for name in SCHEDULES if FIXED_CHUNKS.get(name) != 1} == {"forward-only", "zb-v", *INTERLEAVED}
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: generate("gpip", 2, 2),
+            lambda: generate("gpip", Placement(2), 2),
             "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved, "
             "interleaved-overlap, zb-h1, zb-v, searched. Did you mean gpipe?",
         ),
         (
-            lambda: generate("?", 2, 2),
+            lambda: generate("?", Placement(2), 2),
             "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved, interleaved-overlap, "
             "zb-h1, zb-v, searched.",
         ),
-        (lambda: generate("1f1b", 0, 2), "Schedule 1f1b with pp=0: pp must be at least 1."),
+        (lambda: generate("1f1b", Placement(0), 2), "Schedule 1f1b with pp=0: pp must be at least 1."),
         (
-            lambda: max_in_flight("1f1b", 0, 2, 0),
+            lambda: max_in_flight("1f1b", 0, Placement(2), 0),
             "Schedule 1f1b with microbatches=0: microbatches must be at least 1.",
         ),
-        (lambda: generate("interleaved", 2, 2, 0), "Schedule interleaved with chunks=0: chunks must be at least 1."),
         (
-            lambda: generate("gpipe", 2, 2, 2),
-            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved, interleaved-overlap, zb-v, "
+            lambda: generate("interleaved", Placement(2, 0), 2),
+            "Schedule interleaved with chunks=0: chunks must be at least 1.",
+        ),
+        (
+            lambda: generate("gpipe", Placement(2, 2), 2),
+            "Schedule gpipe with chunks=2: each rank has 1. Use interleaved, interleaved-overlap, zb-v, "
             "searched, or chunks=1.",
         ),
-        (lambda: generate("zb-v", 2, 2, 3), "Schedule zb-v with chunks=3: it has 2 chunks a rank. Use chunks=2."),
         (
-            lambda: max_in_flight("1f1b", 2, 2, 1),
+            lambda: generate("zb-v", placement_of("zb-v", 2, 3), 2),
+            "Schedule zb-v with chunks=3: each rank has 2. Use interleaved, interleaved-overlap, zb-v, "
+            "searched, or chunks=2.",
+        ),
+        (
+            lambda: max_in_flight("1f1b", 2, Placement(2), 1),
             "Rank 2 is not in a pipeline of 2 ranks. Give a rank from 0 to 1.",
         ),
     ],
@@ -110,10 +113,10 @@ ONE_CHUNK = [name for name in SCHEDULES if name not in V_SHAPED]
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_generated_schedules_pass_and_reach_their_bound(name: str, pp: int) -> None:
     for microbatches in range(1, 13):
-        schedule = generate(name, pp, microbatches)
-        bounds = tuple(max_in_flight(name, rank, pp, microbatches) for rank in range(pp))
+        schedule = generate(name, Placement(pp), microbatches)
+        bounds = tuple(max_in_flight(name, rank, Placement(pp), microbatches) for rank in range(pp))
         training = name != "forward-only"
-        check(schedule, num_chunks=pp, microbatches=microbatches, in_flight=bounds, training=training)
+        check(schedule, Placement(pp), microbatches=microbatches, in_flight=bounds, training=training)
         assert simulate(schedule, [1.0] * pp, [2.0] * pp).in_flight == bounds
 
 
@@ -122,8 +125,8 @@ def test_generated_schedules_pass_with_every_skip(name: str) -> None:
     for pp, microbatches in ((3, 5), (4, 2), (5, 7)):
         edges = [(src, dst) for dst in range(pp) for src in range(dst)]
         check(
-            generate(name, pp, microbatches),
-            num_chunks=pp,
+            generate(name, Placement(pp), microbatches),
+            Placement(pp),
             microbatches=microbatches,
             edges=edges,
             training=name != "forward-only",
@@ -147,7 +150,7 @@ rank 0: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1""",
 
 @pytest.mark.parametrize(("pp", "microbatches", "chunks"), INTERLEAVED_ORDERS)
 def test_interleaved(pp: int, microbatches: int, chunks: int) -> None:
-    schedule = generate("interleaved", pp, microbatches, chunks)
+    schedule = generate("interleaved", Placement(pp, chunks), microbatches)
     assert format_schedule(schedule) == INTERLEAVED_ORDERS[pp, microbatches, chunks]
 
 
@@ -165,14 +168,14 @@ rank 1: 1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 1F5 1B2 3F3 3B3 3F4 
 
 @pytest.mark.parametrize(("pp", "microbatches", "chunks"), OVERLAP_ORDERS)
 def test_interleaved_overlap(pp: int, microbatches: int, chunks: int) -> None:
-    schedule = generate("interleaved-overlap", pp, microbatches, chunks)
+    schedule = generate("interleaved-overlap", Placement(pp, chunks), microbatches)
     assert format_schedule(schedule) == OVERLAP_ORDERS[pp, microbatches, chunks]
 
 
 def test_megatrons_order() -> None:
     """Forward number k of a rank is of chunk k mod (p·v) div p, the warm-up 2·(p - rank - 1) + (v - 1)·p of them."""
     pp, chunks, microbatches = 4, 3, 12
-    for rank, row in enumerate(generate("interleaved", pp, microbatches, chunks)):
+    for rank, row in enumerate(generate("interleaved", Placement(pp, chunks), microbatches)):
         forwards = [a for a in row if a.kind == "F"]
         group = pp * chunks
         assert forwards == [
@@ -185,27 +188,24 @@ def test_megatrons_order() -> None:
 def test_one_chunk_is_1f1b() -> None:
     for pp, microbatches in ((1, 1), (3, 2), (4, 9)):
         for name in INTERLEAVED:
-            assert generate(name, pp, microbatches) == generate("1f1b", pp, microbatches)
+            assert generate(name, Placement(pp), microbatches) == generate("1f1b", Placement(pp), microbatches)
 
 
 @pytest.mark.parametrize("name", [*INTERLEAVED, "forward-only"])
 @pytest.mark.parametrize("chunks", range(1, 5))
 @pytest.mark.parametrize("pp", range(1, 7))
 def test_interleaved_schedules_pass_and_reach_their_bound(pp: int, chunks: int, name: str) -> None:
-    training = name != "forward-only"
+    training, placement = name != "forward-only", Placement(pp, chunks)
     for microbatches in range(1, 15):
-        schedule = generate(name, pp, microbatches, chunks)
-        bounds = tuple(max_in_flight(name, rank, pp, microbatches, chunks) for rank in range(pp))
+        schedule = generate(name, placement, microbatches)
+        bounds = tuple(max_in_flight(name, rank, placement, microbatches) for rank in range(pp))
         for edges in (None, [(src, dst) for dst in range(pp * chunks) for src in range(dst)]):
-            check(
-                schedule, num_chunks=pp * chunks, microbatches=microbatches, edges=edges, in_flight=bounds,
-                training=training,
-            )  # fmt: skip
+            check(schedule, placement, microbatches=microbatches, edges=edges, in_flight=bounds, training=training)
         stages = [1.0] * (pp * chunks)
         timeline = simulate(schedule, stages, stages)
         assert timeline.in_flight == bounds
         for rank in range(pp):
-            moments = in_flight_profiles(name, rank, pp, microbatches, chunks)
+            moments = in_flight_profiles(name, rank, placement, microbatches)
             assert max(map(sum, moments)) == sum(moments[0]) == bounds[rank]
             assert not any(all(map(operator.le, a, b)) for a in moments for b in moments if a != b)
 
@@ -216,14 +216,14 @@ def test_interleaved_schedules_pass_and_reach_their_bound(pp: int, chunks: int, 
 def test_the_bubble_of_equal_chunks(pp: int, chunks: int, name: str) -> None:
     """(p - 1) / (v · m) of the busy time, also where p does not divide m; never longer than 1F1B of the same work."""
     for microbatches in range(1, 15):
-        schedule = generate(name, pp, microbatches, chunks)
+        schedule = generate(name, Placement(pp, chunks), microbatches)
         seconds = simulate(schedule, [1.0] * (pp * chunks), [2.0] * (pp * chunks)).step_seconds
         busy = 3.0 * chunks * microbatches
         if microbatches >= pp:
             assert seconds == pytest.approx(busy * (1 + (pp - 1) / (chunks * microbatches)))
         else:  # the pipeline is never full: one microbatch passes it, the others follow
             assert seconds == pytest.approx(3.0 * (pp * chunks + microbatches - 1))
-        plain = simulate(generate("1f1b", pp, microbatches), [chunks * 1.0] * pp, [chunks * 2.0] * pp)
+        plain = simulate(generate("1f1b", Placement(pp), microbatches), [chunks * 1.0] * pp, [chunks * 2.0] * pp)
         assert seconds <= plain.step_seconds + 1e-9
 
 
@@ -258,12 +258,12 @@ def test_what_overlap_saves_and_keeps() -> None:
     }
     assert found["interleaved"] == pytest.approx([123.99, 119.85])
     assert found["interleaved-overlap"] == pytest.approx([120.39, 119.85])
-    assert [max_in_flight(name, 0, 4, m, 6) for m in (8, 16) for name in INTERLEAVED] == [27, 47, 27, 37]
+    assert [max_in_flight(name, 0, Placement(4, 6), m) for m in (8, 16) for name in INTERLEAVED] == [27, 47, 27, 37]
 
 
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 40))
 def test_overlap_is_another_order_only_where_it_says_so(pp: int, chunks: int, microbatches: int) -> None:
-    plain, overlap = (generate(name, pp, microbatches, chunks) for name in INTERLEAVED)
+    plain, overlap = (generate(name, Placement(pp, chunks), microbatches) for name in INTERLEAVED)
     assert (plain != overlap) == may_overlap(pp, microbatches)
 
 
@@ -284,10 +284,10 @@ def test_the_bubble_of_zb_h1() -> None:
     """(p - 1) · (F + I - W), with no more activations than 1F1B's first rank."""
     for pp in range(1, 7):
         for microbatches in range(2 * pp, 3 * pp):
-            schedule = generate("zb-h1", pp, microbatches)
+            schedule = generate("zb-h1", Placement(pp), microbatches)
             timeline = simulate(schedule, [2.0] * pp, [5.0] * pp, wgrad_seconds=[2.0] * pp)
             assert timeline.step_seconds == microbatches * 7.0 + (pp - 1) * 3.0
-            assert timeline.in_flight == (pp,) * pp == (max_in_flight("1f1b", 0, pp, microbatches),) * pp
+            assert timeline.in_flight == (pp,) * pp == (max_in_flight("1f1b", 0, Placement(pp), microbatches),) * pp
 
 
 V_ORDERS = {
@@ -304,28 +304,28 @@ rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 
 
 @pytest.mark.parametrize(("pp", "microbatches"), V_ORDERS)
 def test_zb_v(pp: int, microbatches: int) -> None:
-    assert format_schedule(generate("zb-v", pp, microbatches, 2)) == V_ORDERS[pp, microbatches]
+    assert format_schedule(generate("zb-v", placement_of("zb-v", pp, 2), microbatches)) == V_ORDERS[pp, microbatches]
 
 
 @pytest.mark.parametrize("pp", range(1, 8))
 def test_schedules_in_a_v_pass_and_reach_their_bound(pp: int) -> None:
     every_skip = [(src, dst) for dst in range(2 * pp) for src in range(dst)]
+    placement = placement_of("zb-v", pp, 2)
     for microbatches, edges in product(range(1, 18), (None, every_skip)):
-        schedule = generate("zb-v", pp, microbatches, 2)
-        bounds = tuple(max_in_flight("zb-v", rank, pp, microbatches, 2) for rank in range(pp))
-        check(schedule, num_chunks=2 * pp, microbatches=microbatches, edges=edges, is_v=True, in_flight=bounds)
-        assert (
-            tuple(max(map(sum, in_flight_profiles("zb-v", rank, pp, microbatches, 2))) for rank in range(pp)) == bounds
-        )
-        forwards = generate("forward-only", pp, microbatches, 2, is_v=True)
-        check(forwards, num_chunks=2 * pp, microbatches=microbatches, edges=edges, is_v=True, training=False)
+        schedule = generate("zb-v", placement, microbatches)
+        bounds = tuple(max_in_flight("zb-v", rank, placement, microbatches) for rank in range(pp))
+        check(schedule, placement, microbatches=microbatches, edges=edges, in_flight=bounds)
+        profiles = (in_flight_profiles("zb-v", rank, placement, microbatches) for rank in range(pp))
+        assert tuple(max(map(sum, moments)) for moments in profiles) == bounds
+        forwards = generate("forward-only", placement, microbatches)
+        check(forwards, placement, microbatches=microbatches, edges=edges, training=False)
 
 
 def test_the_bubble_of_zb_v() -> None:
     """Only the first forwards of the ranks before, with the memory of 1F1B: its stages are twice as large."""
     for pp in range(1, 7):
         for microbatches in range(2 * pp - 1, 3 * pp + 2):
-            schedule = generate("zb-v", pp, microbatches, 2)
+            schedule = generate("zb-v", placement_of("zb-v", pp, 2), microbatches)
             timeline = simulate(schedule, [1.0] * 2 * pp, [2.0] * 2 * pp, wgrad_seconds=[1.0] * 2 * pp)
             assert timeline.step_seconds == 6.0 * microbatches + pp - 1
-            assert timeline.in_flight == (2 * max_in_flight("1f1b", 0, pp, microbatches),) * pp
+            assert timeline.in_flight == (2 * max_in_flight("1f1b", 0, Placement(pp), microbatches),) * pp

@@ -11,6 +11,7 @@ from support.effort import examples
 from support.schedules import format_schedule
 
 from autopar.errors import ScheduleError
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import ListOrder
 from autopar.schedule.actions import Action
 from autopar.schedule.check import check
@@ -28,7 +29,7 @@ def order_of(pp: int, chunks: int, times: tuple[int, int, int], hop: int, kept: 
 def step_seconds(order: ListOrder, pp: int, microbatches: int) -> float:
     chunks = len(order.forward)
     hops = {hop: float(order.hop) for s in range(chunks - 1) for hop in ((s, s + 1), (s + 1, s))}
-    schedule = generate("searched", pp, microbatches, chunks // pp, order)
+    schedule = generate("searched", Placement(pp, chunks // pp), microbatches, order)
     backward = [float(i + w) for i, w in zip(order.input_grad, order.wgrad, strict=True)]
     return simulate(schedule, order.forward, backward, hops, wgrad_seconds=order.wgrad).step_seconds
 
@@ -59,11 +60,11 @@ def test_every_order_is_proved_within_its_limit(pp: int, chunks: int, microbatch
     order = ListOrder(
         data.draw(per_chunk), data.draw(per_chunk), data.draw(per_chunk), data.draw(st.integers(0, 5)), tuple(limits)
     )
-    schedule = generate("searched", pp, microbatches, chunks, order)
-    bounds = [max_in_flight("searched", rank, pp, microbatches, chunks, order) for rank in range(pp)]
-    check(schedule, num_chunks=pp * chunks, microbatches=microbatches, in_flight=bounds)
+    schedule = generate("searched", Placement(pp, chunks), microbatches, order)
+    bounds = [max_in_flight("searched", rank, Placement(pp, chunks), microbatches, order) for rank in range(pp)]
+    check(schedule, Placement(pp, chunks), microbatches=microbatches, in_flight=bounds)
     for rank in range(pp):
-        moments = in_flight_profiles("searched", rank, pp, microbatches, chunks, order)
+        moments = in_flight_profiles("searched", rank, Placement(pp, chunks), microbatches, order)
         assert max(map(sum, moments)) <= bounds[rank]
 
 

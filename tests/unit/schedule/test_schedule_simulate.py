@@ -10,6 +10,7 @@ from support.effort import examples
 from support.schedules import parse_schedule, replayed, sources
 
 from autopar.errors import ScheduleError, UsageError
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.actions import Schedule
 from autopar.schedule.generate import SCHEDULES, generate
@@ -30,7 +31,7 @@ def test_a_replay_is_the_simulation(pp: int, chunks: int, microbatches: int, dat
     transfers = {hop: data.draw(delays) for src, dst in pairs for hop in ((src, dst), (dst, src))}
     sizes = [1.0] * (microbatches - 1) + [0.5]
     for name in (*INTERLEAVED, "forward-only"):
-        timeline = simulate(generate(name, pp, microbatches, chunks), forward, backward, transfers, sizes)
+        timeline = simulate(generate(name, Placement(pp, chunks), microbatches), forward, backward, transfers, sizes)
         assert replayed(name, pp, forward, backward, transfers, sizes) == timeline.step_seconds
 
 
@@ -51,23 +52,23 @@ HOPS = {(0, 1): 0.5, (1, 0): 0.25}
     ("schedule", "arguments", "text"),
     [
         (
-            generate("1f1b", 2, 2),
+            generate("1f1b", Placement(2), 2),
             ([1, 1], [2, 2], HOPS),
             "rank 0: 0F0@0-1 0F1@1-2 0B0@4.75-6.75 0B1@7.75-9.75\n"
             "rank 1: 1F0@1.5-2.5 1B0@2.5-4.5 1F1@4.5-5.5 1B1@5.5-7.5",
         ),
         (  # the second microbatch is half as large
-            generate("1f1b", 2, 2),
+            generate("1f1b", Placement(2), 2),
             ([1, 1], [2, 2], HOPS, [1, 0.5]),
             "rank 0: 0F0@0-1 0F1@1-1.5 0B0@4.75-6.75 0B1@6.75-7.75\nrank 1: 1F0@1.5-2.5 1B0@2.5-4.5 1F1@4.5-5 1B1@5-6",
         ),
         (  # a skip edge whose activation takes 5 s and whose gradient 3 s
-            generate("1f1b", 3, 1),
+            generate("1f1b", Placement(3), 1),
             ([1, 1, 1], [1, 1, 1], {(0, 2): 5.0, (2, 0): 3.0}),
             "rank 0: 0F0@0-1 0B0@11-12\nrank 1: 1F0@1-2 1B0@8-9\nrank 2: 2F0@6-7 2B0@7-8",
         ),
         (
-            generate("forward-only", 3, 2),
+            generate("forward-only", Placement(3), 2),
             ([1, 3, 1], [0, 0, 0]),
             "rank 0: 0F0@0-1 0F1@1-2\nrank 1: 1F0@1-4 1F1@4-7\nrank 2: 2F0@4-5 2F1@7-8",
         ),
@@ -111,7 +112,7 @@ rank 1:  1F0"""
 )
 def test_simulate_refuses(arguments: tuple, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        simulate(generate("1f1b", 2, 2), *arguments)
+        simulate(generate("1f1b", Placement(2), 2), *arguments)
     assert str(error.value) == message
 
 
@@ -125,7 +126,7 @@ def test_spans_keep_to_ranks_and_arrivals(size: tuple[str, int, int], data: st.D
     delay = data.draw(st.integers(0, 3))
     transfers = {hop: float(delay) for i in range(pp - 1) for hop in ((i, i + 1), (i + 1, i))}
     both = [b + w for b, w in zip(backward, wgrad, strict=True)] if name == "zb-h1" else backward
-    timeline = simulate(generate(name, pp, microbatches), forward, both, transfers, wgrad_seconds=wgrad)
+    timeline = simulate(generate(name, Placement(pp), microbatches), forward, both, transfers, wgrad_seconds=wgrad)
     ends = {span.action: span.end_seconds for span in timeline.spans}
     for rank in range(pp):
         own = [span for span in timeline.spans if span.rank == rank]
@@ -137,7 +138,7 @@ def test_spans_keep_to_ranks_and_arrivals(size: tuple[str, int, int], data: st.D
 
 
 def simulated(forward: Sequence[int], backward: Sequence[int], microbatches: int) -> float:
-    return simulate(generate("1f1b", len(forward), microbatches), forward, backward).step_seconds
+    return simulate(generate("1f1b", Placement(len(forward)), microbatches), forward, backward).step_seconds
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 8])

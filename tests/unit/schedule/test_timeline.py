@@ -2,6 +2,7 @@
 
 import pytest
 
+from autopar.ir.placement import Placement
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 
@@ -9,7 +10,7 @@ HOPS = {(0, 1): 0.5, (1, 0): 0.25}
 
 
 def test_timeline_numbers() -> None:
-    timeline = simulate(generate("1f1b", 2, 2), [1, 1], [2, 2], HOPS)
+    timeline = simulate(generate("1f1b", Placement(2), 2), [1, 1], [2, 2], HOPS)
     assert timeline.step_seconds == 9.75
     assert timeline.busy_seconds == (6, 6)
     assert timeline.bubble_fraction == 1 - 6 / 9.75
@@ -18,14 +19,14 @@ def test_timeline_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_of_balanced_stages(name: str) -> None:
-    timeline = simulate(generate(name, 4, 8), [1.0] * 4, [2.0] * 4)
+    timeline = simulate(generate(name, Placement(4), 8), [1.0] * 4, [2.0] * 4)
     assert timeline.bubble_fraction == pytest.approx(3 / 11)
     assert timeline.step_seconds / timeline.busy_seconds[0] - 1 == pytest.approx(0.375)
 
 
 def test_timeline_text() -> None:
     assert (
-        str(simulate(generate("1f1b", 3, 4), [0.001] * 3, [0.002] * 3))
+        str(simulate(generate("1f1b", Placement(3), 4), [0.001] * 3, [0.002] * 3))
         == """\
 step 18.000 ms, bubble 33.3% of it, activations in flight 3 2 1
 rank 0: F0--F1--F2--................B0------F3--B1------....B2------....B3------|  67%
@@ -35,11 +36,11 @@ rank 2: ........F0--B0------F1--B1------F2--B2------F3--B3------................
 
 
 def test_timeline_text_of_a_long_step_keeps_to_100_columns() -> None:
-    lines = str(simulate(generate("1f1b", 12, 200), [1.0] * 12, [2.0] * 12)).splitlines()
+    lines = str(simulate(generate("1f1b", Placement(12), 200), [1.0] * 12, [2.0] * 12)).splitlines()
     assert {len(line) for line in lines[1:]} == {100}
 
 
 def test_timeline_text_of_a_step_without_duration() -> None:
-    assert str(simulate(generate("gpipe", 1, 1), [0], [0])) == (
+    assert str(simulate(generate("gpipe", Placement(1), 1), [0], [0])) == (
         "step 0.000 ms, bubble 0.0% of it, activations in flight 1\nrank 0: |   0%"
     )

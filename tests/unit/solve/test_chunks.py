@@ -61,7 +61,7 @@ AUTO = Constraints(devices=2, batch=8, microbatches=4, schedule="auto")
 def peak_bytes(plan: Plan, saved: Sequence[int], weights: Sequence[int]) -> list[int]:
     """Peak bytes of every pipeline position, from weights and saved activations, by running its actions."""
     peaks = []
-    for position, row in enumerate(generate(plan.schedule, plan.mesh.pp, plan.microbatches, plan.chunks)):
+    for position, row in enumerate(generate(plan.schedule, plan.placement, plan.microbatches)):
         kept: Counter[int] = Counter()
         most = 0
         for action in row:
@@ -431,7 +431,7 @@ def test_with_tensor_parallelism_and_replicas() -> None:
         (
             {"schedule": "1f1b", "chunks": 2},
             UsageError,
-            "chunks=2 with schedule='1f1b', under which each rank has one.",
+            "chunks=2 with schedule='1f1b', under which each rank has 1.",
         ),
         ({"schedule": "interleaved", "chunks": 0}, UsageError, "chunks=0 must be a whole number of at least 1."),
         (
@@ -469,7 +469,7 @@ def test_a_plan_with_chunks_survives_its_file_and_edits_are_refused() -> None:
     assert Plan.from_json(overlap.to_json()) == overlap
     assert "interleaved-overlap, 2 chunks a rank, 4 microbatches" in overlap.decision
     for changes, text in (
-        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has one. Only interleaved, inter"),
+        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has 1. Only interleaved, inter"),
         ({"chunks": 1}, "field stages: has 4 entries, mesh.pp × chunks asks for 2."),
         ({"chunks": 0}, "field chunks: is 0, must be at least 1."),
         ({"stages": plan.stages[:3]}, "field stages: has 3 entries, mesh.pp × chunks asks for 4."),

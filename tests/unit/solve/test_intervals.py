@@ -13,6 +13,7 @@ from support.effort import examples
 
 from autopar.ir.cost_graph import Group, ResidentTensor
 from autopar.ir.hardware import Link
+from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import INTERLEAVED, Replicas
 from autopar.schedule.generate import in_flight_profiles
 from autopar.solve.cuts.dynamic_programme import stage_intervals
@@ -48,7 +49,7 @@ def chunked_problems(draw: st.DrawFn) -> tuple[CutProblem, tuple[int, ...]]:
     stages, microbatches = pp * chunks, draw(st.integers(1, 4))
     cuts = st.sets(st.integers(1, cost.loss - 1), min_size=stages - 1, max_size=stages - 1)
     ends = sorted(draw(cuts)) if stages > 1 else []
-    profiles = tuple(in_flight_profiles(INTERLEAVED[0], p, pp, microbatches, chunks) for p in range(pp))
+    profiles = tuple(in_flight_profiles(INTERLEAVED[0], p, Placement(pp, chunks), microbatches) for p in range(pp))
     peers: frozenset[Axis] = frozenset({"pp", "tp", "dp"}) if draw(st.booleans()) else frozenset()
     problem = CutProblem(
         cost, stages, microbatches, None, tuple(draw(st.integers(1, 3)) for _ in range(stages)),

@@ -146,7 +146,7 @@ def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
          "schedule='forward-only' is unknown. It is one of 1f1b, gpipe, interleaved, interleaved-overlap, "
          "zb-h1, zb-v, searched, auto."),
         ({"schedule": "gpipe", "chunks": 2},
-         "chunks=2 with schedule='gpipe', under which each rank has one. Use schedule='interleaved', "
+         "chunks=2 with schedule='gpipe', under which each rank has 1. Use schedule='interleaved', "
          "'interleaved-overlap', 'zb-v', 'searched' or 'auto', or leave chunks out."),
     ],
 )  # fmt: skip

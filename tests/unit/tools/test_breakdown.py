@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.explained_plans import RESNET, VIT, by_hand, planned
 
+from autopar.ir.placement import Placement
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 from autopar.tools.explain.advice import explained
@@ -57,7 +58,7 @@ def test_waiting_for_transfers_is_what_free_ones_save() -> None:
     plan = by_hand([(1.0, 2.0), (1.5, 3.0), (1.0, 2.0)], microbatches=4, hop_seconds=0.5)
     times = ([1.0, 1.5, 1.0], [2.0, 3.0, 2.0])
     pairs = {(s, s + 1): 0.5 for s in range(2)} | {(s + 1, s): 0.5 for s in range(2)}
-    schedule = generate("1f1b", 3, 4)
+    schedule = generate("1f1b", Placement(3), 4)
     timed, free = simulate(schedule, *times, pairs), simulate(schedule, *times)
     assert timed.step_seconds > free.step_seconds
     for rank, position in enumerate(breakdown_of(plan).positions):

@@ -17,7 +17,7 @@ from autopar.tools.report.measured_trace import MeasuredStep, trace_events
 
 def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredStep:
     """A step as the simulator has it; the first rank's clock is wrong by the offset."""
-    line = simulate(generate("1f1b", plan.mesh.pp, plan.microbatches), [1e-3] * plan.mesh.pp, [2e-3] * plan.mesh.pp)
+    line = simulate(generate("1f1b", plan.placement, plan.microbatches), [1e-3] * plan.mesh.pp, [2e-3] * plan.mesh.pp)
     spans, started = {}, {}
     for rank in range(plan.mesh.devices):
         own = [s for s in line.spans if s.rank == plan.mesh.place(rank).stage]

@@ -137,7 +137,7 @@ def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
         (["--why-not", "zero1=true"], "unknown constraint 'zero1'. Did you mean zero?"),
         (["--why-not", "tp=0"], "tp=0 must be a whole number of at least 1"),
         (["--why-not", "tp=2,tp=4"], "--why-not tp=2,tp=4 gives tp two values, 2 and 4"),
-        (["--why-not", "chunks=2,schedule=gpipe"], "chunks=2 with schedule='gpipe', under which each rank has one"),
+        (["--why-not", "chunks=2,schedule=gpipe"], "chunks=2 with schedule='gpipe', under which each rank has 1"),
         (["--why-not", "chunks=2,pp=1"], "chunks=2 with pp=1, which is no pipeline"),
         (["--why-not", "zero=1,dp=1"], "zero=1 with dp=1"),
         (["--why-not", "microbatches=2,microbatch_size=2"], "Pass microbatches or microbatch_size, not both"),
