@@ -98,7 +98,7 @@ def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError
         number, error = cause(exception)
         if isinstance(error, CheckpointError) and not planner.reads:
             return error
-        where = rank_text(rank.mesh, number, rank.spec.placement)
+        where = rank_text(rank.spec.mesh, number, rank.spec.placement)
         text = f"Cannot load the checkpoint in {folder}: {described(error)} on {where}."
         if not planner.reads:
             return CheckpointError(f"{text} The model is as it was. Use another checkpoint.")

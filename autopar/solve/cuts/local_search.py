@@ -15,7 +15,15 @@ from autopar.solve.cuts.dynamic_programme import ROUNDING, contiguous_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, is_contiguous, own_peak_costs
 from autopar.solve.cuts.intervals import Matrix, Sums, Vector, exposed_seconds, intervals_of
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.cuts.step_time import Setting, pipeline_seconds, step_time_of, with_update
+from autopar.solve.cuts.step_time import (
+    Orders,
+    Setting,
+    hop_seconds,
+    list_orders,
+    pipeline_seconds,
+    step_time_of,
+    with_update,
+)
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
@@ -43,14 +51,24 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
         others += [replace(problem, capacity_bytes=int(share * problem.capacity_bytes)) for share in TIGHTER]
     starts = [cuts_of(units) for units in (*known, *map(contiguous_cuts, others)) if units is not None]
     tried: dict[tuple[int, ...], float] = {}
+    size, orders = len(known[0]), None
 
     def seconds(cuts: tuple[int, ...], ceiling: float = float("inf")) -> float:
+        nonlocal orders
         if cuts not in tried:
-            tried[cuts] = step_seconds(setting, problem, cuts, ceiling)
+            step = step_seconds(setting, problem, cuts, ceiling, orders)
+            if step < ceiling and orders is not None and problem.schedule == "searched":
+                step = step_seconds(setting, problem, cuts, ceiling, None)
+                if step < ceiling:
+                    orders = orders_at(setting, problem, stages_of(cuts, size))
+            tried[cuts] = step
         return tried[cuts]
 
+    best = min(starts, key=seconds)
+    # To search an order takes longer than to run it: other cuts run those of the best ones first.
+    orders = orders_at(setting, problem, stages_of(best, size))
     trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
-    best, size = moved(min(starts, key=seconds), seconds, tried, trials), len(known[0])
+    best = moved(best, seconds, tried, trials)
     if recomputes(problem, stages_of(best, size)):
         best = moved(best, seconds, tried, len(tried) + trials, (*FAR_STRIDES, *STRIDES))
     return stages_of(best, size)
@@ -93,9 +111,21 @@ def neighbours(cuts: tuple[int, ...], strides: Sequence[int]) -> Iterator[tuple[
                     yield (*cuts[:i], *(cut + by for cut in cuts[i : i + length]), *cuts[i + length :])
 
 
-def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], ceiling: float) -> float:
+def orders_at(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> Orders:
+    """Orders of actions for some cuts, if nothing is recomputed."""
+    forward, backward, wgrad = passes_at(problem, stage_of)
+    return list_orders(problem, forward, backward, wgrad, hop_seconds(setting, problem, stage_of))
+
+
+def step_seconds(
+    setting: Setting, problem: CutProblem, cuts: tuple[int, ...], ceiling: float, orders: Orders | None
+) -> float:
     """Seconds of the simulated step; infinite if a stage is empty, a pin violated, a rank too full, or the step is
-    proven to be no shorter than the ceiling."""
+    proven to be no shorter than the ceiling.
+
+    Args:
+        orders: of a searched schedule. None: those for these cuts.
+    """
     edges = (0, *cuts, problem.cost.loss)  # what follows the loss is on the last stage
     if any(low >= high for low, high in pairwise(edges)):
         return float("inf")
@@ -104,9 +134,7 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
         return float("inf")
     if busy_seconds(setting, problem, units) * (1 - ROUNDING) >= ceiling:
         return float("inf")
-    intervals, at = intervals_of(problem), ends_and_begins(problem, units)
-    passes = (intervals.forward_seconds, intervals.backward_seconds, intervals.wgrad_seconds)
-    pipeline = pipeline_seconds(setting, problem, units, *(seconds[at].tolist() for seconds in passes))
+    pipeline = pipeline_seconds(setting, problem, units, *passes_at(problem, units), orders)
     # Sums over intervals count weights twice that stages of a rank share.
     update = update_floor_seconds(problem, units) if is_contiguous(problem, units) else 0.0
     if (pipeline + update) * (1 - ROUNDING) >= ceiling:
@@ -117,6 +145,14 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...], c
     if problem.may_recompute and any(c.recomputed_below for c in costs):
         return step_time_of(setting, problem, units, costs).seconds
     return with_update(setting, problem, units, costs, pipeline).seconds
+
+
+def passes_at(problem: CutProblem, stage_of: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+    """The stages' seconds of a forward, a backward, and its gradients of weights, if nothing is recomputed."""
+    intervals, at = intervals_of(problem), ends_and_begins(problem, stage_of)
+    passes = (intervals.forward_seconds, intervals.backward_seconds, intervals.wgrad_seconds)
+    forward, backward, wgrad = (seconds[at].tolist() for seconds in passes)
+    return forward, backward, wgrad
 
 
 def busy_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> float:

@@ -21,6 +21,7 @@ from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
 
 Ranks = NDArray[np.int64]
+Orders = Sequence[ListOrder | None]  # None stands for the order of a schedule that is not searched
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,13 @@ def pipeline_seconds(
     forward: Sequence[float],
     backward: Sequence[float],
     wgrad: Sequence[float],
+    orders: Orders | None = None,
 ) -> float:
-    """Seconds of the simulated pipeline, from the stages' seconds of a microbatch."""
+    """Seconds of the simulated pipeline, from the stages' seconds of a microbatch.
+
+    Args:
+        orders: of a searched schedule. Default: those for these cuts.
+    """
     sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
     transfers = hop_seconds(setting, problem, stage_of)
 
@@ -110,8 +116,7 @@ def pipeline_seconds(
         pipeline = Pipelined(problem.schedule, problem.placement, order)
         return scheduled_seconds(pipeline, forward, backward, transfers, sizes, wgrad)
 
-    orders = list_orders(problem, forward, backward, wgrad, transfers) if problem.schedule == "searched" else (None,)
-    return min(map(seconds, orders))
+    return min(map(seconds, orders or list_orders(problem, forward, backward, wgrad, transfers)))
 
 
 def hop_seconds(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> Mapping[tuple[int, int], float]:
@@ -126,8 +131,10 @@ def list_orders(
     backward: Sequence[float],
     wgrad: Sequence[float],
     transfers: Mapping[tuple[int, int], float],
-) -> tuple[ListOrder, ...]:
-    """Inputs of list scheduling: the stages' times, and the microbatches that ranks hold."""
+) -> Orders:
+    """Inputs of list scheduling, where the schedule is searched: the stages' times, and how much ranks hold."""
+    if problem.schedule != "searched":
+        return (None,)
     hops = [seconds for (src, dst), seconds in transfers.items() if abs(src - dst) == 1]
 
     def nanoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
@@ -147,14 +154,12 @@ def list_orders(
 
 def order_of(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> ListOrder | None:
     """The order of a searched schedule under some cuts; None under other schedules."""
-    if problem.schedule != "searched":
-        return None
     costs = own_peak_costs(problem, stage_of)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     wgrad, hops = [c.wgrad_seconds for c in costs], hop_seconds(setting, problem, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.replicas.dp, problem.microbatches)
 
-    def seconds(order: ListOrder) -> float:
+    def seconds(order: ListOrder | None) -> float:
         pipeline = Pipelined(problem.schedule, problem.placement, order)
         return scheduled_seconds(pipeline, forward, backward, hops, sizes, wgrad)
 

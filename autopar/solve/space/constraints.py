@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 
 from autopar.errors import UsageError, suggest
@@ -109,13 +110,18 @@ def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
     """
     batch = constraints.batch // dp
     if constraints.microbatches is not None:
-        asked = {constraints.microbatches}
-    elif constraints.microbatch_size is not None:
-        asked = {-(-batch // constraints.microbatch_size)}
-    else:
-        asked = {2**k for k in range(batch.bit_length())} | {d for d in range(1, batch + 1) if batch % d == 0}
-        asked = {m for m in asked if microbatch_sizes(batch, m)[-1] >= constraints.least_samples} or {1}
-    return tuple(sorted({len(microbatch_sizes(batch, m)) for m in asked}))
+        return (len(microbatch_sizes(batch, constraints.microbatches)),)
+    if constraints.microbatch_size is not None:
+        return (len(microbatch_sizes(batch, -(-batch // constraints.microbatch_size))),)
+    return open_microbatches(batch, constraints.least_samples)
+
+
+@lru_cache
+def open_microbatches(batch: int, least_samples: int) -> tuple[int, ...]:
+    """As `microbatch_candidates`, of a replica's batch where nothing is given."""
+    asked = {2**k for k in range(batch.bit_length())} | {d for d in range(1, batch + 1) if batch % d == 0}
+    sizes = [microbatch_sizes(batch, m) for m in asked]
+    return tuple(sorted({len(each) for each in sizes if each[-1] >= least_samples} or {1}))
 
 
 def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int, placement: Placement | None = None) -> Link:

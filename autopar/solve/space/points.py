@@ -69,18 +69,21 @@ class Point:
 
     @property
     def in_flight(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each position, numbers of microbatches that its stages hold at once, at every moment that may be the
-        peak.
+        """`in_flight_at` of each position."""
+        return tuple(map(self.in_flight_at, range(self.pp)))
+
+    def in_flight_at(self, position: int) -> tuple[tuple[int, ...], ...]:
+        """Numbers of microbatches that a position's stages hold at once, at every moment that may be the peak.
 
         Error: a searched schedule divides its limit evenly among the stages of a rank.
         """
         pp, m, schedule, chunks = self.pp, self.microbatches, self.pipeline.schedule, self.pipeline.chunks
         if schedule == "searched":
-            return (((min(m, -(-self.pipeline.kept * pp // 2)),) * chunks,),) * pp
+            return ((min(m, -(-self.pipeline.kept * pp // 2)),) * chunks,)
         placement = placement_of(schedule, pp, chunks)
         if chunks == 1:
-            return tuple(((max_in_flight(schedule, p, placement, m),),) for p in range(pp))
-        return tuple(in_flight_profiles(schedule, p, placement, m) for p in range(pp))
+            return ((max_in_flight(schedule, position, placement, m),),)
+        return in_flight_profiles(schedule, position, placement, m)
 
     @property
     def is_interleaved_too(self) -> bool:
