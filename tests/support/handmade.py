@@ -105,6 +105,13 @@ def plan_by_hand(
     )
 
 
+def in_a_v(whole: Plan) -> Plan:
+    """The plan under ZB-V, which runs stages on other ranks."""
+    place = placement_of("zb-v", whole.mesh.pp, whole.chunks).position
+    stages = tuple(replace(stage, ranks=whole.mesh.ranks(place(i))) for i, stage in enumerate(whole.stages))
+    return replace(whole, schedule="zb-v", stages=stages)
+
+
 def with_levels(plan: Plan, levels: Sequence[StageRecompute]) -> Plan:
     """The plan with another recomputation of each stage."""
     stages = zip(plan.stages, levels, strict=True)

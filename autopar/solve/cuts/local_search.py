@@ -35,6 +35,9 @@ STRIDES = (8, 4, 2, 1)
 FAR_STRIDES = (32, 16)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
+# The most actions in orders that are searched for each of the cuts tried: a second of one core. On many devices there
+# are more meshes to search.
+FEW_DEVICES, MAX_LISTED, MAX_LISTED_ON_MANY = 8, 20_000, 2_500
 
 
 def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:
@@ -51,23 +54,26 @@ def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...])
         others += [replace(problem, capacity_bytes=int(share * problem.capacity_bytes)) for share in TIGHTER]
     starts = [cuts_of(units) for units in (*known, *map(contiguous_cuts, others)) if units is not None]
     tried: dict[tuple[int, ...], float] = {}
-    size, orders = len(known[0]), None
+    orders: dict[tuple[int, ...], Orders] = {}
+    size, actions = len(known[0]), 2 * problem.stages * problem.microbatches
+    most = MAX_LISTED if problem.mesh.devices <= FEW_DEVICES else MAX_LISTED_ON_MANY
+    listed = max(1, most // actions) if problem.schedule == "searched" else float("inf")
 
     def seconds(cuts: tuple[int, ...], ceiling: float = float("inf")) -> float:
-        nonlocal orders
         if cuts not in tried:
-            step = step_seconds(setting, problem, cuts, ceiling, orders)
-            if step < ceiling and orders is not None and problem.schedule == "searched":
-                step = step_seconds(setting, problem, cuts, ceiling, None)
-                if step < ceiling:
-                    orders = orders_at(setting, problem, stages_of(cuts, size))
+            step = 0.0
+            if len(tried) >= listed:  # in the best ones' order first: to search one takes longer
+                best = min(tried, key=tried.__getitem__)
+                if best not in orders:
+                    orders[best] = orders_at(setting, problem, stages_of(best, size))
+                step = step_seconds(setting, problem, cuts, ceiling, orders[best])
+            if step < ceiling:
+                step = step_seconds(setting, problem, cuts, ceiling)
             tried[cuts] = step
         return tried[cuts]
 
     best = min(starts, key=seconds)
-    # To search an order takes longer than to run it: other cuts run those of the best ones first.
-    orders = orders_at(setting, problem, stages_of(best, size))
-    trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
+    trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // actions))
     best = moved(best, seconds, tried, trials)
     if recomputes(problem, stages_of(best, size)):
         best = moved(best, seconds, tried, len(tried) + trials, (*FAR_STRIDES, *STRIDES))
@@ -118,13 +124,13 @@ def orders_at(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 
 
 def step_seconds(
-    setting: Setting, problem: CutProblem, cuts: tuple[int, ...], ceiling: float, orders: Orders | None
+    setting: Setting, problem: CutProblem, cuts: tuple[int, ...], ceiling: float, orders: Orders | None = None
 ) -> float:
     """Seconds of the simulated step; infinite if a stage is empty, a pin violated, a rank too full, or the step is
     proven to be no shorter than the ceiling.
 
     Args:
-        orders: of a searched schedule. None: those for these cuts.
+        orders: of a searched schedule. Default: those for these cuts.
     """
     edges = (0, *cuts, problem.cost.loss)  # what follows the loss is on the last stage
     if any(low >= high for low, high in pairwise(edges)):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import ADAMW
 from support.effort import only
-from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.handmade import even_firsts, in_a_v, in_threads, plan_by_hand
 from support.models import ConvNet, Tied, TwoHeads, UNet, loss_of_some, main_loss, resnet18, tiny_vit
 from support.parity import images, labels, outputs_agree, state_agrees, step_agrees, three_steps_of
 from support.reference import Reference
@@ -22,7 +22,6 @@ import autopar
 from autopar.codegen.fusions.split_backward import split_backward
 from autopar.codegen.split import split
 from autopar.errors import PlanError, UsageError
-from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import FIXED_CHUNKS, ListOrder, ScheduleName
 from autopar.tools.parity.compare import EPSILON
@@ -42,13 +41,6 @@ def split_plans(whole: Plan) -> list[Plan]:
     pp, chunks = whole.mesh.pp, whole.chunks
     plans = [replace(whole, schedule="searched", order=searched(pp, chunks))]
     return plans if chunks > 1 else [*plans, replace(whole, schedule="zb-h1")]
-
-
-def in_a_v(whole: Plan) -> Plan:
-    """The plan under ZB-V, which runs stages on other ranks."""
-    place = Placement(whole.mesh.pp, FIXED_CHUNKS["zb-v"], is_v=True).position
-    stages = tuple(replace(stage, ranks=whole.mesh.ranks(place(i))) for i, stage in enumerate(whole.stages))
-    return replace(whole, schedule="zb-v", stages=stages)
 
 
 def steps(model: nn.Module, plan: Plan, x: Any, y: Any, loss_fn: Any, **recipe: Any) -> list[dict[str, torch.Tensor]]:
