@@ -227,6 +227,17 @@ def test_the_bubble_of_equal_chunks(pp: int, chunks: int, name: str) -> None:
         assert seconds <= plain.step_seconds + 1e-9
 
 
+@pytest.mark.parametrize(("pp", "chunks", "microbatches"), [(4, 3, 8), (8, 6, 16), (8, 2, 32)])
+def test_waits_for_messages(pp: int, chunks: int, microbatches: int) -> None:
+    """Those that the search counts before there are cuts (`message_seconds`)."""
+    ones, pairs = [1.0] * (pp * chunks), [(s, s + 1) for s in range(pp * chunks - 1)]
+    hops = dict.fromkeys(pairs + [(b, a) for a, b in pairs], 0.125)
+    for name, waited in (("interleaved", pp - 1 + (chunks - 1) * pp), ("interleaved-overlap", pp - 1)):
+        schedule = generate(name, Placement(pp, chunks), microbatches)
+        step, free = simulate(schedule, ones, ones, hops), simulate(schedule, ones, ones)
+        assert step.step_seconds == free.step_seconds + 2 * waited * 0.125
+
+
 @pytest.mark.parametrize("chunks", range(2, 7))
 @pytest.mark.parametrize("pp", range(2, 7))
 def test_overlap_hides_transfers(pp: int, chunks: int) -> None:
