@@ -383,6 +383,7 @@ LEAVING = """
 import atexit, sys, threading, time
 from types import SimpleNamespace
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.runtime.launch.spmd import SpmdBackend
 
 class Stub(SimpleNamespace):
@@ -391,7 +392,8 @@ class Stub(SimpleNamespace):
 atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Python waits for while it ends
 ranks = object.__new__(SpmdBackend)
 ranks.alarm, ranks.lock = None, threading.RLock()
-ranks.rank = Stub(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=Stub(rank=0))
+spec = Stub(rank=0, placement=Placement(2))
+ranks.rank = Stub(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=spec)
 with ranks.report_failures("train_step"):
     raise ArithmeticError("no loss today")
 """
