@@ -36,7 +36,7 @@ def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subproces
 
 
 def ended(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    """What a process printed; if it has not ended after ``seconds``, fails with the stacks of all its processes."""
+    """Output and errors of a process; an AssertionError with all its stacks if it runs longer than ``seconds``."""
     try:
         return process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

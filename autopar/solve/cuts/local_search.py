@@ -35,8 +35,8 @@ STRIDES = (8, 4, 2, 1)
 FAR_STRIDES = (32, 16)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
-# The most actions in orders that are searched for each of the cuts tried: a second of one core. On many devices there
-# are more meshes to search.
+# The most actions for which a local search makes orders of its trials' own: a second of one core. On more than
+# `FEW_DEVICES`, where there are more meshes to search, an eighth.
 FEW_DEVICES, MAX_LISTED, MAX_LISTED_ON_MANY = 8, 20_000, 2_500
 
 

@@ -229,7 +229,7 @@ def test_the_bubble_of_equal_chunks(pp: int, chunks: int, name: str) -> None:
 
 @pytest.mark.parametrize(("pp", "chunks", "microbatches"), [(4, 3, 8), (8, 6, 16), (8, 2, 32)])
 def test_waits_for_messages(pp: int, chunks: int, microbatches: int) -> None:
-    """Those that the search counts before there are cuts (`message_seconds`)."""
+    """With equal stages a step takes as many messages longer as `message_seconds` counts."""
     ones, pairs = [1.0] * (pp * chunks), [(s, s + 1) for s in range(pp * chunks - 1)]
     hops = dict.fromkeys(pairs + [(b, a) for a, b in pairs], 0.125)
     for name, waited in (("interleaved", pp - 1 + (chunks - 1) * pp), ("interleaved-overlap", pp - 1)):
