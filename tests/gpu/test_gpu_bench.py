@@ -31,7 +31,9 @@ def test_baselines_agree_on_two_gpus() -> None:
         request(only=tuple(BASELINES), constraints=constraints, compile=True, warmup=5, limit_seconds=300.0), print
     )
     reference = done.result.row("plain")
-    for row in done.result.rows:
+    rows = [row for row in done.result.rows if "CUDA graphs" not in row.label]
+    assert len(rows) == len(done.result.rows) - 1, "a graph takes one microbatch, here are four"
+    for row in rows:
         assert row.reason is None, f"{row.contestant} {row.label}: {row.reason}"
         # Those that report what each rank did take more steps.
         assert row.losses[: len(reference.losses)] == pytest.approx(reference.losses, rel=3e-2), row.contestant
@@ -39,7 +41,7 @@ def test_baselines_agree_on_two_gpus() -> None:
     assert done.trace is not None
     check_trace(done.trace)
     assert early_arrivals(done.trace) == []
-    bounds = [row.of_bound for row in done.result.rows if row.of_bound is not None]
+    bounds = [row.of_bound for row in rows if row.of_bound is not None]
     assert len(bounds) == 3 and all(0 < share <= 1.02 for share in bounds)
 
 

@@ -39,7 +39,9 @@ def test_hooks_log_tensorboard_and_checkpoints(tmp_path: Path, capsys: pytest.Ca
     assert epochs[0]["loss"] == pytest.approx(sum(s["loss"] for s in steps[:5]) / 5)
     assert epochs[1]["accuracy"] == history[1].accuracy == scored.accuracy
     assert epochs[1]["test_loss"] == pytest.approx(scored.loss) and epochs[1]["top5"] == scored.top5 > scored.accuracy
-    assert all(s["samples_per_second"] > 0 and s["peak_bytes"] > 0 and not s["skipped"] for s in steps)
+    assert all(s["samples_per_second"] > 0 and not s["skipped"] for s in steps)
+    peaks = [s["peak_bytes"] for s in steps]
+    assert peaks[0] >= 0 and peaks == sorted(peaks)
     best = "best" if epochs[1]["best"] else None
     expected = ["start", *(f"step 1.{i}" for i in (1, 2, 3)), "last", "step 1.4", "step 1.5", "epoch 1", "best", "last"]
     expected += ["step 2.1", "last", "step 2.2", "step 2.3", "step 2.4", "last", "step 2.5", "epoch 2", best, "last"]
