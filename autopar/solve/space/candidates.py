@@ -11,7 +11,7 @@ from autopar.ir.units import BYTES, plural, text
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
 from autopar.solve.cuts.kept_blocks import kept_blocks
-from autopar.solve.cuts.local_search import busy_seconds, local_search
+from autopar.solve.cuts.local_search import busy_seconds, is_given_up, local_search
 from autopar.solve.cuts.merge import Merged, merge
 from autopar.solve.cuts.problem import Axis, CutProblem, Priced
 from autopar.solve.cuts.step_time import Decision, Setting, StepTime, step_time
@@ -27,7 +27,7 @@ NEAR_BEST = 1.12
 @dataclass(frozen=True)
 class Candidate:
     """A point with its sharding and the contiguous cuts that simulate fastest, or what the fullest stage needs at
-    least, in bytes. ``is_improved``: its cuts come from local search, not only from the dynamic programme."""
+    least, in bytes. ``is_improved``: its cuts come from a local search that was not given up."""
 
     point: Point
     problem: CutProblem
@@ -69,7 +69,7 @@ def evaluate(
     that fits only with recomputation is compared with the smaller ones.
 
     Args:
-        best_seconds: the best step known; cuts far above it are not improved by local search.
+        best_seconds: the best step known; cuts far above it are not improved by local search, or not to the end.
         listed_seconds: a step below this one is of interest too, once there are cuts.
     """
     best, limit_bytes = None, setting.constraints.capacity_bytes(setting.hardware)
@@ -83,7 +83,7 @@ def evaluate(
         if step_floor(setting, point, priced) < limit:
             ceiling = max(limit, min(listed_seconds, known))
             problem = make_cut_problem(setting, point, priced)
-            found = cut_and_evaluate(setting, point, priced, problem, limit_bytes, NEAR_BEST * best_seconds, ceiling)
+            found = cut_and_evaluate(setting, point, priced, problem, limit_bytes, best_seconds, ceiling)
         if found is None:
             return best if known < float("inf") else None
         if best is None or found.seconds <= best.seconds:
@@ -114,7 +114,7 @@ def cut_and_evaluate(
     priced: Priced,
     problem: CutProblem,
     limit_bytes: float,
-    near_seconds: float = float("inf"),
+    best_seconds: float = float("inf"),
     ceiling_seconds: float = float("inf"),
 ) -> Candidate | None:
     """The point under one sharding, with the best contiguous cuts, or with a note why there are none; None where the
@@ -122,7 +122,7 @@ def cut_and_evaluate(
 
     Args:
         limit_bytes: memory of a rank, from which the capacity for which the problem is cut first may differ.
-        near_seconds: cuts whose step is longer are not improved by local search.
+        best_seconds: the best step known; cuts far above it are not improved by local search, or not to the end.
     """
     uncut = Candidate(point, problem, priced, None, None)
     if (share := even_share_bytes(problem)) > limit_bytes:
@@ -133,6 +133,7 @@ def cut_and_evaluate(
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return replace(uncut, note=note)
+    near_seconds = NEAR_BEST * best_seconds
     ceiling = max(near_seconds, ceiling_seconds)
     if ceiling < float("inf") and busy_seconds(setting, merged.problem, units) >= ceiling:
         return None
@@ -140,7 +141,7 @@ def cut_and_evaluate(
     found = replace(uncut, stage_of=stage_of, step=step_time(setting, problem, stage_of))
     if point.replicas.zero == 3:
         found = keep_blocks(setting, found, limit_bytes)
-    return improve(setting, found, limit_bytes) if found.seconds < near_seconds else found
+    return improve(setting, found, limit_bytes, best_seconds) if found.seconds < near_seconds else found
 
 
 def keep_blocks(setting: Setting, candidate: Candidate, limit_bytes: float) -> Candidate:
@@ -159,17 +160,25 @@ def keep_blocks(setting: Setting, candidate: Candidate, limit_bytes: float) -> C
     return replace(candidate, problem=problem, priced=priced, step=step)
 
 
-def improve(setting: Setting, candidate: Candidate, limit_bytes: float) -> Candidate:
-    """The candidate with its cuts moved by local search, unless they were, or there are none."""
+def improve(
+    setting: Setting, candidate: Candidate, limit_bytes: float, best_seconds: float = float("inf")
+) -> Candidate:
+    """The candidate with its cuts moved by local search, unless they were, or there are none.
+
+    Args:
+        best_seconds: the best step known; a search that does not come near it is given up.
+    """
     if candidate.stage_of is None or candidate.is_improved:
         return candidate
     merged = merge(candidate.problem)
     limit, units = None if limit_bytes == float("inf") else int(limit_bytes), merged.units(candidate.stage_of)
     if merged.problem.stages > 1:
-        units = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
+        problem = replace(merged.problem, capacity_bytes=limit)
+        units = local_search(setting, problem, units, best_seconds=best_seconds)
     stage_of = merged.expand(units)
     step = candidate.step if stage_of == candidate.stage_of else step_time(setting, candidate.problem, stage_of)
-    return replace(candidate, stage_of=stage_of, step=step, is_improved=True)
+    assert step is not None, "the candidate has cuts"
+    return replace(candidate, stage_of=stage_of, step=step, is_improved=not is_given_up(step.seconds, best_seconds))
 
 
 def evaluate_cuts(

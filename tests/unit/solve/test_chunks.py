@@ -229,6 +229,7 @@ def test_neighbours_of_a_rival_that_wins_are_compared(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(search, "explore", explored)
     monkeypatch.setattr(search, "step_seconds", gained)
+    monkeypatch.setattr(search, "MAX_GAIN_OF_CUTS", 1.05)
     plan = plan_for(blocks(2), Constraints(devices=2, batch=12), replace(MACHINE, link=Link(1e-2, 1e11)))
     assert (plan.schedule, plan.microbatches, round(plan.prediction.step_seconds * 1e3)) == ("1f1b", 2, 130)
 
