@@ -11,7 +11,6 @@ from autopar.errors import UsageError
 from autopar.ir.plan_parts import (
     FIXED_CHUNKS,
     INTERLEAVED,
-    SEVERAL_CHUNKS,
     SPLIT,
     Balance,
     CostSource,
@@ -20,6 +19,7 @@ from autopar.ir.plan_parts import (
     ReduceDtype,
     RequestedSchedule,
     ZeroStage,
+    schedules_with,
 )
 
 SCHEDULES = ("1f1b", "gpipe", *INTERLEAVED, *SPLIT, "auto")
@@ -134,7 +134,7 @@ class PlanConstraints:
         if self.chunks not in (None, fixed := FIXED_CHUNKS.get(self.schedule, self.chunks)):
             raise UsageError(
                 f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has {fixed}. Use "
-                f"schedule={', '.join(map(repr, SEVERAL_CHUNKS))} or 'auto', or leave chunks out."
+                f"schedule={', '.join(map(repr, schedules_with(self.chunks)))} or 'auto', or leave chunks out."
             )
         if self.schedule in SPLIT and (self.zero or 0) >= 2:
             raise UsageError(

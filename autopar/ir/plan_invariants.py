@@ -8,7 +8,7 @@ from math import prod
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
-from autopar.ir.plan_parts import FIXED_CHUNKS, INTERLEAVED, SEVERAL_CHUNKS, SPLIT, PlanView
+from autopar.ir.plan_parts import FIXED_CHUNKS, INTERLEAVED, SPLIT, PlanView, schedules_with
 from autopar.ir.units import plural
 
 NO_SPLIT_ZERO = "From ZeRO-2 on gradients are reduced after every backward: use zero=1, or another schedule."
@@ -45,12 +45,11 @@ def check_counts(plan: PlanView, fail: Fail) -> None:
 
 def check_schedule(plan: PlanView, fail: Fail) -> None:
     """The schedule trains, allows that many chunks per rank, and has an order if it is a searched one."""
-    *several, last = SEVERAL_CHUNKS
     if plan.schedule == "forward-only":
         fail("schedule", f"is forward-only, which has no training step; use 1f1b, {', '.join(INTERLEAVED)} or gpipe.")
     if plan.chunks != (fixed := FIXED_CHUNKS.get(plan.schedule, plan.chunks)):
-        names = f"{', '.join(several)} and {last}"
-        fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has {fixed}. Only {names} have several.")
+        able = ", ".join(schedules_with(plan.chunks))
+        fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has {fixed}. {plan.chunks} are for {able}.")
     order, stages, pp = plan.order, plan.mesh.pp * plan.chunks, plan.mesh.pp
     if (order is not None) != (plan.schedule == "searched"):
         given = "is missing; a searched schedule is made from it" if order is None else f"is not for {plan.schedule}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from pydantic import SkipValidation, with_config
 
@@ -20,8 +20,6 @@ INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
 SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "zb-v", "searched")
 # Schedules that fix the number of chunks per rank; the others allow any.
 FIXED_CHUNKS: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
-# Schedules that allow several chunks per rank.
-SEVERAL_CHUNKS: tuple[ScheduleName, ...] = (*INTERLEAVED, "zb-v", "searched")
 # Schedules that are for pipelines alone.
 OF_PIPELINES: tuple[ScheduleName, ...] = (*INTERLEAVED, *SPLIT)
 RequestedSchedule = ScheduleName | Literal["auto"]
@@ -38,6 +36,12 @@ TIMED = "timed operations"  # part of a step of mixed prices
 Basis = Literal["steps", "measured", "assumed"]
 CostSource = Literal["analytic", "measured", "auto"]  # as requested
 ONE_DEVICE = "one device"  # label of the alternative that runs the whole batch on one
+
+
+def schedules_with(chunks: int) -> tuple[ScheduleName, ...]:
+    """Schedules of a training step under which a rank may have so many chunks."""
+    names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    return tuple(n for n in names if n != "forward-only" and FIXED_CHUNKS.get(n, chunks) == chunks)
 
 
 @dataclass(frozen=True)

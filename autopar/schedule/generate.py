@@ -14,7 +14,7 @@ from operator import ge
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.placement import V_SHAPED, Placement
-from autopar.ir.plan_parts import FIXED_CHUNKS, SEVERAL_CHUNKS, ListOrder
+from autopar.ir.plan_parts import FIXED_CHUNKS, ListOrder, schedules_with
 from autopar.schedule.actions import Action, ActionKind, Schedule
 from autopar.schedule.list_schedule import list_schedule
 
@@ -273,10 +273,8 @@ def _schedule_spec(name: str, placement: Placement, microbatches: int, order: Li
         if number < 1:
             raise UsageError(f"Schedule {name} with {label}={number}: {label} must be at least 1.")
     if chunks != (fixed := FIXED_CHUNKS.get(name, chunks)):
-        several = ", ".join(SEVERAL_CHUNKS)
-        raise UsageError(
-            f"Schedule {name} with chunks={chunks}: each rank has {fixed}. Use {several}, or chunks={fixed}."
-        )
+        able = ", ".join(schedules_with(chunks))
+        raise UsageError(f"Schedule {name} with chunks={chunks}: each rank has {fixed}. Use {able}, or chunks={fixed}.")
     assert name == "forward-only" or placement.is_v == (name in V_SHAPED), f"{name} in {placement}"
     if name == "searched":
         assert order is not None and len(order.forward) == placement.num_stages, f"{order} for {placement}"

@@ -1,23 +1,23 @@
 """Plans for 8 to 1,024 H100s, and the tables and pictures of docs/scale.md that show them.
 
-``PYTHONPATH=tests python -m support.scale plan vit_7b_patch16_dinov3`` plans a model again, minutes of CPU time each,
-and replaces its rows in docs/scale/plans.json; plan files go to runs/scale. ``python -m support.scale draw`` prints
-tables and draws pictures.
+``PYTHONPATH=tests python -m support.scale plan vit_7b_patch16_dinov3`` plans a model again, in about ten minutes, and
+replaces its rows in docs/scale/plans.json; plan files go to runs/scale. ``python -m support.scale draw`` prints tables
+and draws pictures.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import autopar
 from autopar.cost.hardware.load import load_hardware
-from autopar.errors import InfeasibleError
 from autopar.ir.hardware import ring_share
+from autopar.tools.bench.description import plan_label
 from autopar.tools.explain.breakdown import breakdown_of
 from autopar.tools.report.figure import needed_figure, save_figure
 
@@ -30,7 +30,7 @@ SCALING = ("weak", "strong")
 
 @dataclass(frozen=True)
 class Study:
-    """A model's batches, and the meshes (pp, tp) that are compared: to search all of 1,024 devices takes minutes.
+    """A model's batches.
 
     Args:
         images: of a GPU under weak scaling.
@@ -39,16 +39,15 @@ class Study:
 
     images: int
     batch: int
-    meshes: tuple[tuple[int, int], ...]
 
     def batch_of(self, scaling: str, devices: int) -> int:
         return self.images * devices if scaling == "weak" else self.batch
 
 
 STUDIES = {
-    "vit_large_patch16_224": Study(64, 4096, ((1, 1), (2, 1), (4, 1))),
-    "vit_giant_patch14_224": Study(32, 2048, ((1, 1), (4, 1))),
-    "vit_7b_patch16_dinov3": Study(8, 1024, ((1, 1), (8, 1), (1, 8))),
+    "vit_large_patch16_224": Study(64, 4096),
+    "vit_giant_patch14_224": Study(32, 2048),
+    "vit_7b_patch16_dinov3": Study(8, 1024),
 }
 # Activities of a step, in the order of `StepBreakdown`, and their colours.
 PARTS = {
@@ -59,11 +58,11 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """The best plan of the compared meshes; seconds of the step by activity, the mean over pipeline positions.
+    """A plan; seconds of the step by activity, the mean over pipeline positions.
 
     Args:
-        plan: as in the tables, such as ``pp 8 × dp 128, ZeRO-1, v 5, m 16``.
-        compared: step of each mesh by its name; None where it does not fit.
+        plan: as in the tables, such as ``pp 8 × dp 128, searched × 3, ZeRO-1, 16 microbatches of 4``.
+        next_best: the best other mesh, alike.
     """
 
     model: str
@@ -74,36 +73,21 @@ class Row:
     step_seconds: float
     parts: Mapping[str, float]
     peak_bytes: int
-    compared: Mapping[str, float | None]
+    next_best: str
+    next_seconds: float
 
 
 def planned(name: str, scaling: str, devices: int) -> Row:
-    """Plan every mesh of a model's study that the devices allow."""
-    study, compared = STUDIES[name], dict[str, float | None]()
-    batch = study.batch_of(scaling, devices)
-    plans = []
-    for pp, tp in study.meshes:
-        dp = devices // pp // tp
-        if not dp or batch % dp:
-            continue
-        sizes: dict[str, Any] = {"pp": pp, "tp": tp, "dp": dp}
-        mesh = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        options: dict[str, Any] = {"hardware": HARDWARE, "precision": "bf16-params", "cost": "analytic"}
-        try:
-            plan = autopar.plan(name, devices, batch_size=batch, **sizes, **options)
-        except InfeasibleError:
-            compared[mesh] = None
-            continue
-        compared[mesh] = plan.prediction.step_seconds
-        plans.append((plan.prediction.step_seconds, mesh, plan))
-    seconds, mesh, plan = min(plans, key=lambda found: found[0])
+    """Plan a model of the study."""
+    batch = STUDIES[name].batch_of(scaling, devices)
+    plan = autopar.plan(name, devices, batch_size=batch, hardware=HARDWARE, precision="bf16-params", cost="analytic")
     plan.save(PLANS / f"{name}-{scaling}-{devices}.json")
-    words = [mesh, f"ZeRO-{plan.zero}" if plan.zero else "", f"v {plan.chunks}" if plan.chunks > 1 else ""]
-    words += [f"m {plan.microbatches}" if plan.microbatches > 1 else ""]
     spent = {key.removesuffix("_seconds"): part for key, part in asdict(breakdown_of(plan).spent).items()}
+    label, seconds = next((a.label, a.step_seconds) for a in plan.alternatives if a.label.startswith("pp "))
+    assert seconds is not None, "meshes that do not fit come last"
     return Row(
-        name, scaling, devices, batch, ", ".join(filter(None, words)), seconds, spent,
-        max(plan.prediction.peak_bytes), compared,
+        name, scaling, devices, batch, plan_label(plan), plan.prediction.step_seconds, spent,
+        max(plan.prediction.peak_bytes), re.sub(r"\b[pt]p 1 × | × dp 1\b", "", label), seconds,
     )  # fmt: skip
 
 
@@ -145,8 +129,7 @@ def table(model: str) -> Iterator[str]:
     for scaling in SCALING:
         rows = rows_of(model, scaling)
         for row, share in zip(rows, efficiencies(rows), strict=True):
-            known = sorted((s, mesh) for mesh, s in row.compared.items() if s is not None)
-            following = f"{known[1][1]}: {1e3 * known[1][0]:.1f} ms" if len(known) > 1 else "–"
+            following = f"{row.next_best}: {1e3 * row.next_seconds:.1f} ms"
             yield (
                 f"| {scaling} | {row.devices:,} | {row.batch:,} | {row.plan} | {1e3 * row.step_seconds:.1f} ms | "
                 f"{row.batch / row.step_seconds:,.0f} | {100 * share:.0f} % | {following} |"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -41,7 +42,8 @@ def ended(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
         return process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         for each in [*psutil.Process(process.pid).children(recursive=True)[::-1], process]:
-            os.kill(each.pid, signal.SIGABRT)  # faulthandler prints the stacks
+            with suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGABRT)  # faulthandler prints the stacks
         raise AssertionError("\n".join([f"Not ended after {seconds} s.", *process.communicate(timeout=60)])) from None
 
 

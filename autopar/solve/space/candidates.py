@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import placement_of
 from autopar.ir.units import BYTES, plural, text
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, peak_bytes, stage_costs
@@ -196,7 +195,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
     # More stages than groups are refused, while listing what they hold takes minutes.
-    placement = placement_of(schedule, mesh.pp, chunks)
+    placement = point.placement
     profiles = (((1,) * chunks,),) * mesh.pp if point.stages > priced.cost.loss else point.in_flight
     in_flight = [profiles[placement.position(s)][0][s // mesh.pp] for s in range(point.stages)]
     return CutProblem(

@@ -10,7 +10,6 @@ from itertools import accumulate, count
 import numpy as np
 
 from autopar.ir.cost_graph import CostGraph
-from autopar.ir.placement import placement_of
 from autopar.ir.tensor_axes import TensorAxes
 from autopar.schedule.generate import microbatch_groups
 from autopar.solve.cuts.dynamic_programme import ROUNDING
@@ -165,10 +164,9 @@ def message_seconds(setting: Setting, point: Point, priced: Priced) -> float:
         return 0.0
     fills = pipeline.schedule == "interleaved" and len(microbatch_groups(mesh.pp, point.microbatches)[0]) == mesh.pp
     hops = mesh.pp - 1 + (pipeline.chunks - 1) * mesh.pp * fills
-    placement = placement_of(pipeline.schedule, mesh.pp, pipeline.chunks)
     # Of all links it is the fastest: the first two stages are on one node where any two are.
     link = priced.cost.remember(
-        ("first hop", mesh, placement), lambda: hop_link(setting.hardware, mesh, 0, 1, placement)
+        ("first hop", mesh, point.placement), lambda: hop_link(setting.hardware, mesh, 0, 1, point.placement)
     )
     forward, backward = smallest_messages(priced.cost)
     ways = (forward,) if pipeline.is_split else (forward, backward)

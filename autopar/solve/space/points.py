@@ -9,7 +9,7 @@ from typing import get_args
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.placement import placement_of
+from autopar.ir.placement import Placement, placement_of
 from autopar.ir.plan_parts import FIXED_CHUNKS, INTERLEAVED, SPLIT, Replicas, ScheduleName, ZeroStage
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.step_time import Decision, Setting
@@ -67,6 +67,10 @@ class Point:
     def stages(self) -> int:
         return self.pp * self.pipeline.chunks
 
+    @cached_property
+    def placement(self) -> Placement:
+        return placement_of(self.pipeline.schedule, self.pp, self.pipeline.chunks)
+
     @property
     def in_flight(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """`in_flight_at` of each position."""
@@ -80,10 +84,9 @@ class Point:
         pp, m, schedule, chunks = self.pp, self.microbatches, self.pipeline.schedule, self.pipeline.chunks
         if schedule == "searched":
             return ((min(m, -(-self.pipeline.kept * pp // 2)),) * chunks,)
-        placement = placement_of(schedule, pp, chunks)
         if chunks == 1:
-            return ((max_in_flight(schedule, position, placement, m),),)
-        return in_flight_profiles(schedule, position, placement, m)
+            return ((max_in_flight(schedule, position, self.placement, m),),)
+        return in_flight_profiles(schedule, position, self.placement, m)
 
     @property
     def is_interleaved_too(self) -> bool:

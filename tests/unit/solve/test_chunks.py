@@ -470,7 +470,7 @@ def test_a_plan_with_chunks_survives_its_file_and_edits_are_refused() -> None:
     assert Plan.from_json(overlap.to_json()) == overlap
     assert "interleaved-overlap, 2 chunks a rank, 4 microbatches" in overlap.decision
     for changes, text in (
-        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has 1. Only interleaved, inter"),
+        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has 1. 2 are for interleaved, inter"),
         ({"chunks": 1}, "field stages: has 4 entries, mesh.pp × chunks asks for 2."),
         ({"chunks": 0}, "field chunks: is 0, must be at least 1."),
         ({"stages": plan.stages[:3]}, "field stages: has 3 entries, mesh.pp × chunks asks for 4."),
