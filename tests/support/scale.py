@@ -152,7 +152,11 @@ def draw_steps(model: str) -> None:
         study, images = STUDIES[model], "images a GPU" if scaling == "weak" else "images"
         number = study.images if scaling == "weak" else study.batch
         axes.set_title(f"{scaling} scaling: {number:,} {images}", fontsize=9)
-        axes.set_xticks(range(len(rows)), [f"{row.devices:,}\n{row.plan.split(',')[0]}" for row in rows], fontsize=7)
+        axes.set_xticks(
+            range(len(rows)),
+            [f"{row.devices:,}\n{row.plan.split(',')[0]}".replace(" × dp", "\n× dp") for row in rows],
+            fontsize=7,
+        )
         axes.set_ylabel("GPU ms an image", fontsize=8)
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)

@@ -91,7 +91,8 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         ),
         (
             lambda: generate("zb-v", placement_of("zb-v", 2, 3), 2),
-            "Schedule zb-v with chunks=3: each rank has 2. Use interleaved, interleaved-overlap, searched, or chunks=2.",
+            "Schedule zb-v with chunks=3: each rank has 2. Use interleaved, interleaved-overlap, searched, or "
+            "chunks=2.",
         ),
         (
             lambda: max_in_flight("1f1b", 2, Placement(2), 1),

@@ -19,18 +19,24 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Replicas, ZeroStage
 from autopar.ir.strategies import ShardingStrategy, StrategyGraph, StrategyGroup
+from autopar.solve.cuts import local_search
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import RankCost, StageCost, stage_costs
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.cuts.step_time import Decision, Setting, messages, pipeline_seconds, step_time
 from autopar.solve.search import Refine, Refined
 from autopar.solve.space import candidates
-from autopar.solve.space.candidates import evaluate_cuts
+from autopar.solve.space.candidates import cut_and_evaluate, evaluate_cuts, improve, make_cut_problem
 from autopar.solve.space.constraints import Constraints, boundary_links
 from autopar.solve.space.explore import explore, fastest_nearby
-from autopar.solve.space.lower_bounds import LowerBounds, fastest_slowest_stage
+from autopar.solve.space.lower_bounds import LowerBounds, fastest_slowest_stage, shardings_at
 from autopar.solve.space.meshes import possible_meshes, why_not
-from autopar.solve.space.points import least_memory_points, neighbours, points_with_other_schedules
+from autopar.solve.space.points import (
+    enumerate_points,
+    least_memory_points,
+    neighbours,
+    points_with_other_schedules,
+)
 
 
 def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:
@@ -121,6 +127,35 @@ def test_rows_and_neighbours_have_cuts_by_local_search(
     for row in rows:
         moved = evaluate_cuts(setting, row.point, row.priced, row.problem, constraints.capacity_bytes(hardware))
         assert best.seconds <= row.seconds <= moved.seconds
+
+
+def test_cuts_that_do_not_come_near_the_best_step_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, tried = blocks(48), list[Any]()
+    costs = Splittable(
+        lambda b: priced(graph, [[i] for i in range(96)], [1 + i * i % 7 for i in range(96)], b, saved=0.2)
+    )
+    setting = Setting(graph, MACHINE, model_of(graph), Constraints(devices=4, batch=8, pp=4, schedule="1f1b"), costs)
+    (mesh,) = possible_meshes(setting.constraints, MACHINE).allowed
+    point = next(p for p in enumerate_points(setting, mesh) if p.microbatches == 8)
+    sharding = next(shardings_at(setting, point))
+    problem = make_cut_problem(setting, point, sharding)
+    cut = cut_and_evaluate(setting, point, sharding, problem, float("inf"), best_seconds=0.0)
+    assert cut is not None and not cut.is_improved
+    monkeypatch.setattr(local_search, "step_seconds", counting(local_search.step_seconds, tried))
+    moved, num_tried = improve(setting, cut, float("inf")), len(tried)
+    assert moved.is_improved and moved.seconds < cut.seconds
+    tried.clear()
+    given_up = improve(setting, cut, float("inf"), best_seconds=0.9 * moved.seconds)
+    assert not given_up.is_improved and len(tried) < num_tried / 2
+    assert improve(setting, given_up, float("inf"), best_seconds=moved.seconds).seconds <= moved.seconds
+
+
+def counting(function: Any, calls: list[Any]) -> Any:
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    return counted
 
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (400e-3, 0.4)])
