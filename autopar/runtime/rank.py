@@ -479,8 +479,8 @@ class Rank:
         )
 
     def peak_bytes(self) -> int:
-        """Peak bytes so far. On CPU: resident memory less the base and the batch, 0 if the process took memory that it
-        had freed before. On a GPU: of torch's allocator, plus the symmetric memory that is allocated now."""
+        """Peak bytes so far. On CPU: resident memory less the base and the batch, which a small model may not exceed: 0
+        then. On a GPU: of torch's allocator, plus the symmetric memory that is allocated now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) + reserved_bytes(self.device)
         return max(0, peak_resident_bytes() - self.base_bytes - self.data_bytes)

@@ -41,7 +41,7 @@ def loss_of(y: torch.Tensor) -> Any:
 
 
 def exact_gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those of the model alone in float64."""
+    """Gradients of the unmodified model on one GPU in float64."""
     exact = copy.deepcopy(model).double().cuda()
     target = y.double() if y.is_floating_point() else y
     loss_of(y)(exact(x.double().cuda()), target.cuda()).backward()

@@ -1,6 +1,6 @@
 """Plans for 8 to 1,024 H100s, and the tables and pictures of docs/scale.md that show them.
 
-``PYTHONPATH=tests python -m support.scale plan vit_7b_patch16_dinov3`` plans a model again, in about ten minutes, and
+``PYTHONPATH=tests python -m support.scale plan vit_7b_patch16_dinov3`` plans a model again, in minutes, and
 replaces its rows in docs/scale/plans.json; plan files go to runs/scale. ``python -m support.scale draw`` prints tables
 and draws pictures.
 """
@@ -62,7 +62,7 @@ class Row:
 
     Args:
         plan: as in the tables, such as ``pp 8 × dp 128, searched × 3, ZeRO-1, 16 microbatches of 4``.
-        next_best: the best other mesh, alike.
+        next_best: of the best other mesh, such as ``pp 8 × tp 2 × dp 64, v 3, m 16, ZeRO-1``.
     """
 
     model: str

@@ -36,7 +36,7 @@ FAR_STRIDES = (32, 16)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
 # After that share of its trials a search is given up whose step is not within `LEFT_TO_GAIN` of the best one known. Of
-# 1,822 searches for 57 plans 8 that ended below the best would be, which gained 0.2 to 1.8 %.
+# 1,822 searches for the plans of 57 tests 8 that ended below the best would be, which gained 0.2 to 1.8 %.
 FIRST_TRIALS, LEFT_TO_GAIN = 0.2, 1.02
 # The most actions for which a local search makes orders of its trials' own: a second of one core. On more than
 # `FEW_DEVICES`, where there are more meshes to search, an eighth.

@@ -194,8 +194,8 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
     asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
-    # More stages than groups are refused, while listing what they hold takes minutes.
     placement = point.placement
+    # More stages than groups are refused, while listing what they hold takes minutes.
     profiles = (((1,) * chunks,),) * mesh.pp if point.stages > priced.cost.loss else point.in_flight
     in_flight = [profiles[placement.position(s)][0][s // mesh.pp] for s in range(point.stages)]
     return CutProblem(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from support.block_chains import GIB, MACHINE, Splittable, blocks, listed, meshed, model_of, plan_for, priced
@@ -130,7 +131,7 @@ def test_rows_and_neighbours_have_cuts_by_local_search(
 
 
 def test_cuts_that_do_not_come_near_the_best_step_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, tried = blocks(48), list[Any]()
+    graph, tried = blocks(48), Mock(wraps=local_search.step_seconds)
     costs = Splittable(
         lambda b: priced(graph, [[i] for i in range(96)], [1 + i * i % 7 for i in range(96)], b, saved=0.2)
     )
@@ -141,21 +142,13 @@ def test_cuts_that_do_not_come_near_the_best_step_are_given_up(monkeypatch: pyte
     problem = make_cut_problem(setting, point, sharding)
     cut = cut_and_evaluate(setting, point, sharding, problem, float("inf"), best_seconds=0.0)
     assert cut is not None and not cut.is_improved
-    monkeypatch.setattr(local_search, "step_seconds", counting(local_search.step_seconds, tried))
-    moved, num_tried = improve(setting, cut, float("inf")), len(tried)
+    monkeypatch.setattr(local_search, "step_seconds", tried)
+    moved, num_tried = improve(setting, cut, float("inf")), tried.call_count
     assert moved.is_improved and moved.seconds < cut.seconds
-    tried.clear()
+    tried.reset_mock()
     given_up = improve(setting, cut, float("inf"), best_seconds=0.9 * moved.seconds)
-    assert not given_up.is_improved and len(tried) < num_tried / 2
+    assert not given_up.is_improved and tried.call_count < num_tried / 2
     assert improve(setting, given_up, float("inf"), best_seconds=moved.seconds).seconds <= moved.seconds
-
-
-def counting(function: Any, calls: list[Any]) -> Any:
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return function(*args)
-
-    return counted
 
 
 @pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (400e-3, 0.4)])
