@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := $(VENV)/oldest
 
 DEMO_FOLDER := runs/demo
 
-.PHONY: demo test test-full check lint wheel build bench clean
+.PHONY: demo test test-full test-oldest check lint wheel build bench clean
 
 # Each stamp says that .venv holds what pyproject.toml asked for when it was last read.
 $(BIN)/python:
@@ -35,6 +36,17 @@ test: $(VENV)/dev.stamp
 # Whole matrices, and as many random examples as each test asks for.
 test-full: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest --full -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=60
+
+# A virtual environment with the lowest versions that pyproject.toml allows. They need a Python that they know: 3.11.
+$(OLDEST)/stamp: $(VENV)/dev.stamp tests/support/lower_bounds.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python tests/support/lower_bounds.py > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt -e '.[dev]'
+	touch $@
+
+test-oldest: $(OLDEST)/stamp
+	$(OLDEST)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit tests/cli \
+	  tests/integration/parity/test_parity.py tests/integration/checkpoints/test_checkpoint.py
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

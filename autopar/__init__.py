@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from autopar.api.model_source import ModelSource
     from autopar.api.parallelize import parallelize
     from autopar.api.planning.plan import plan
+    from autopar.api.prepare import PreparedModule, PreparedOptimizer, prepare
     from autopar.api.step_result import StepResult
     from autopar.ir.plan import Plan
     from autopar.runtime.spec import Parameters, UpdateResult
@@ -48,16 +49,18 @@ __version__ = "0.1.0"
 __all__ = [
     "AssumedFiniteWarning", "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError",
     "EvaluationWarning", "HardwareError", "InfeasibleError", "MicrobatchWarning", "MixedSamplesWarning", "ModelSource",
-    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError",
+    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "PreparedModule",
+    "PreparedOptimizer",
     "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UnreadableDataError",
-    "UpdateResult", "UpdatedStateWarning", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan",
+    "UpdateResult", "UpdatedStateWarning", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan", "prepare",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.
 _HOME = {
     "ModelSource": "api.model_source", "ParallelModel": "api.model", "Parameters": "runtime.spec", "Plan": "ir.plan",
     "StepResult": "api.step_result", "UpdateResult": "runtime.spec", "parallelize": "api.parallelize",
-    "plan": "api.planning.plan",
+    "plan": "api.planning.plan", "prepare": "api.prepare", "PreparedModule": "api.prepare",
+    "PreparedOptimizer": "api.prepare",
 }  # fmt: skip
 
 

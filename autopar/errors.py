@@ -9,9 +9,23 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+
+# Meaning of the command line's exit codes.
+EXIT_CODES: Mapping[int, str] = {
+    0: "done",
+    1: "failed",
+    2: "wrong arguments, files or inputs",
+    3: "no plan fits",
+    4: "the model cannot be traced",
+    130: "ended by Ctrl-C",
+    143: "ended by SIGTERM",
+}
+
+# Last sentence of errors whose cause may be the machine and not the caller.
+SEE_DOCTOR = "`autopar doctor` checks this machine."
 
 # Files whose frames are not the user's; some functions of autopar are called through a context manager.
 INTERNAL = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
@@ -133,6 +147,10 @@ class PlanDependentRandomWarning(UserWarning):
 
 class ResumeWarning(UserWarning):
     """Training continues from a checkpoint, but differently from the run that saved it; or it has no hashes."""
+
+
+class TrackingWarning(UserWarning):
+    """An experiment tracker (Weights & Biases, MLflow) failed; the training goes on."""
 
 
 class UnknownOpWarning(UserWarning):

@@ -10,12 +10,15 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from support import effort, traces
+
+from autopar.ir import status
 
 # As many threads as a worker process gets on 2 cores, so that sums have one order and agree to the last bit.
 # Otherwise AdamW would turn the rounding noise of a zero gradient (the key bias of attention) into a full step.
@@ -26,6 +29,9 @@ os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp(prefix="autopar-test-cache-")
 
 # Plans by default measure nothing; tests that measure say for how long. Processes that tests start inherit it.
 os.environ["AUTOPAR_MEASURE_SECONDS"] = "0"
+
+# A status that says what a long plan does would be part of what commands print, on busy machines alone.
+status.DELAY_SECONDS = threading.TIMEOUT_MAX
 
 # The cache of compiled regions outlives a run.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "inductor"))

@@ -18,8 +18,8 @@ A call of the running model binds its arguments and sends each rank its part of 
          └─ StepRequest for each rank        runtime/spec.py, runtime/engine/executor.py
 
 Read in this order: ``parallelize``, ``options``, ``planning/``, ``program_cache``, ``model``, ``dispatch``, ``batch``,
-``outputs``, ``batch_agreement``, ``checkpoint``. Example, ``print(pm.train_step(x, y))`` for a small MLP on two CPU
-workers::
+``outputs``, ``batch_agreement``, ``checkpoint``. Models by name: ``model_names``, ``model_source``. Example,
+``print(pm.train_step(x, y))`` for a small MLP on two CPU workers::
 
     StepResult(loss=1.5001184940338135, step_seconds=0.015515219000008074, grad_norm=0.6283057332038879, outputs=None,
                skipped=False)

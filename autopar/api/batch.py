@@ -80,7 +80,8 @@ def check_divisible(batch: int, replicas: int) -> None:
         near = " or ".join(str(b) for b in (batch - batch % replicas, batch - batch % replicas + replicas) if b)
         raise UsageError(
             f"A batch of {batch} cannot be trained on by {replicas} data-parallel replicas in equal parts. "
-            f"Pass {near} samples, or parallelize with a dp that divides {batch}."
+            f"Pass {near} samples, or parallelize with a dp that divides {batch}. DataLoader(drop_last=True) leaves "
+            "out a smaller last batch."
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -34,6 +36,7 @@ class Part(NamedTuple):
         kind, shapes: checksums of the batch's signature and of its shapes.
         refused: whether the rank refuses the call.
         call: checksum of the call's text and of those of earlier calls that were not compared.
+        unreachable: numbers of kept graphs whose outputs are gone, as bits.
     """
 
     batch: int = 0
@@ -44,6 +47,7 @@ class Part(NamedTuple):
     shapes: int = 0
     refused: int = 0
     call: int = 0
+    unreachable: int = 0
 
 
 class BatchAgreement:
@@ -63,33 +67,44 @@ class BatchAgreement:
 
     ``flag`` is sent along with each batch, and ``any_flag`` says whether any rank's flag was true the last time.
     ``kinds`` and ``shapes`` are every rank's checksums of its last batch: all ranks bind and capture steps by them, so
-    that they do so together even if they see different parts of the batch.
+    that they do so together even if they see different parts of the batch. ``unreachable`` has a bit for each kept
+    graph whose outputs are gone on all ranks.
+
+    ``whole_replicas`` is true where every rank of a pipeline gets the samples, since it computes losses of them: then
+    the fingerprints of all ranks of a replica are compared.
     """
 
-    def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
+    def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int, whole_replicas: bool = False) -> None:
         self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
+        self.whole_replicas = whole_replicas
+        self.compares_samples = mesh.tp > 1 or (whole_replicas and mesh.pp > 1)
         self.flag = self.any_flag = False
         self.kinds: tuple[int, ...] = ()
         self.shapes: tuple[int, ...] = ()
+        self.unreachable = 0
         self.pending: deque[Callable[[], list[int]]] = deque()  # fingerprints of batches on GPUs
         self.num_batches: Counter[int] = Counter()  # that the ranks agreed on, by kind
         self.earlier: deque[str] = deque(maxlen=MAX_EARLIER)  # the last noted calls since the last comparison
         self.earlier_checksum = 0  # of all of them
 
-    def start(self, call: str, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
+    def start(
+        self, call: str, batch: int, kind: int, shapes: int, values: Sequence[Any], unreachable: int = 0
+    ) -> Callable[[], None]:
         """Start the all-gather; the returned function waits for it and compares the ranks' numbers.
 
         Args:
             call: the call, without its batch, as text.
+            batch, kind, shapes, unreachable: as in `Part`.
             values: leaves of the inputs and targets.
 
         Raises:
             UsageError: from the returned function, on all ranks, if they do not agree.
         """
         now, late = (0, 0)
-        if self.mesh.tp > 1:
+        if self.compares_samples:
             now, late = self.fingerprints(values if self.is_checked(kind) else ())
-        own = Part(batch, self.flag, now, late, kind, shapes, call=checksum(call, self.earlier_checksum))
+        text = checksum(call, self.earlier_checksum)
+        own = Part(batch, self.flag, now, late, kind, shapes, call=text, unreachable=unreachable)
         exchanged = self.ranks.exchange(own)
 
         def agree() -> None:
@@ -99,11 +114,12 @@ class BatchAgreement:
                 self.num_batches.clear()
             self.num_batches[kind] += 1
             self.kinds, self.shapes = tuple(part.kind for part in parts), tuple(part.shapes for part in parts)
+            self.unreachable = reduce(and_, (part.unreachable for part in parts))
             sizes = [(self.mesh.place(rank).replica, part.batch) for rank, part in enumerate(parts)]
             check_batch_sizes(sizes, self.data_size)
-            check_same_samples([part.fingerprint for part in parts], self.mesh)
+            check_same_samples([part.fingerprint for part in parts], self.mesh, whole_replicas=self.whole_replicas)
             ago = f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong"
-            check_same_samples([part.late_fingerprint for part in parts], self.mesh, ago)
+            check_same_samples([part.late_fingerprint for part in parts], self.mesh, ago, self.whole_replicas)
 
         return agree
 
@@ -143,7 +159,7 @@ class BatchAgreement:
 
     def refuse(self, error: Exception) -> None:
         """Take part in the agreement on a call that this rank refuses, and pass the error's message to the others."""
-        _, late = self.fingerprints(()) if self.mesh.tp > 1 else (0, 0)
+        _, late = self.fingerprints(()) if self.compares_samples else (0, 0)
         self.parts(self.ranks.exchange(Part(flag=self.flag, late_fingerprint=late, refused=True)))
         self.ranks.gathered(str(error) or type(error).__name__)
 
@@ -247,24 +263,30 @@ def check_one_kind(kinds: Sequence[int]) -> None:
         )
 
 
-def check_same_samples(fingerprints: Sequence[int], mesh: Mesh, when: str = "") -> None:
+def check_same_samples(fingerprints: Sequence[int], mesh: Mesh, when: str = "", whole_replicas: bool = False) -> None:
     """Compare the samples of the ranks of each tensor-parallel group, all of which need the same ones.
 
     Args:
         fingerprints: `fingerprint` of each rank's inputs and targets; 0 where a rank has nothing to compare.
         when: text that names the batch in the message, if it is not the current one.
+        whole_replicas: whether all ranks of a data-parallel replica are compared.
 
     Raises:
         UsageError: two ranks of a group have different samples; names them.
     """
-    for group in {mesh.group(rank, "tp") for rank in range(len(fingerprints))}:
+    groups: dict[int, list[int]] = {}
+    for rank in range(len(fingerprints)):
+        key = mesh.place(rank).replica if whole_replicas else mesh.group(rank, "tp")[0]
+        groups.setdefault(key, []).append(rank)
+    for group in groups.values():
         own = [(fingerprints[rank], rank) for rank in group if fingerprints[rank]]
         other = next((rank for value, rank in own if value != own[0][0]), None)
         if other is not None:
+            shared = f"a replica (pp={mesh.pp}, tp={mesh.tp})" if whole_replicas else f"each operation (tp={mesh.tp})"
             raise UsageError(
-                f"Ranks {own[0][1]} and {other} were given different inputs or targets{when}, but share each operation "
-                f"(tp={mesh.tp}) and need the same. Each call takes part pm.data_rank of pm.data_size={mesh.dp} of the "
-                "global batch: let samplers shard by these two, not by rank and world size."
+                f"Ranks {own[0][1]} and {other} were given different inputs or targets{when}, but share {shared} and "
+                f"need the same. Each call takes part pm.data_rank of pm.data_size={mesh.dp} of the global batch: let "
+                "samplers shard by these two, not by rank and world size."
             )
 
 

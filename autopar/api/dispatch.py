@@ -23,6 +23,7 @@ from autopar.api.batch import (
     split_targets,
 )
 from autopar.api.batch_agreement import BatchAgreement, check_one_kind, checksum
+from autopar.api.kept_graphs import KeptGraph, KeptGraphs
 from autopar.api.outputs import join_outputs, single_output
 from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
@@ -58,8 +59,9 @@ class BatchRequest:
 
     Args:
         command: name of a method of `Rank`.
-        target: target of the loss, as the only item; None outside of training.
+        target: target of the loss, as the only item; None where ranks compute no loss.
         share: factor of the gradients.
+        keeps_graph: whether a forward keeps its graph for a later backward, as `Dispatcher.newest_graph`.
     """
 
     command: str
@@ -69,6 +71,12 @@ class BatchRequest:
     target: tuple[Any] | None = None
     keep_outputs: bool = False
     share: float = 1.0
+    keeps_graph: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients of the batch are computed, by this command or a later one."""
+        return self.target is not None or self.keeps_graph
 
     @property
     def text(self) -> str:
@@ -143,7 +151,7 @@ class Dispatcher:
 
     ``num_updates`` counts calls of optimizer_step and train_step, ``num_drawn`` samples since the last of them.
     ``has_gradients`` says whether samples since then left gradients. ``averaged`` is true while averages stand in for
-    the weights.
+    the weights, ``clipped`` while gradients are clipped that no update has used.
     """
 
     def __init__(
@@ -156,23 +164,33 @@ class Dispatcher:
         self.data_size = self.mesh.dp if spmd else 1
         self.data_rank = self.mesh.place(ranks.numbers[0]).replica if spmd else 0
         self.num_updates = self.num_drawn = 0
-        self.has_gradients = self.averaged = False
-        self.agreement = BatchAgreement(ranks, self.mesh, self.data_size) if isinstance(ranks, SpmdBackend) else None
-        self.partitions: dict[tuple, BatchPartition] = {}
+        self.has_gradients = self.averaged = self.clipped = False
+        self.graphs, self.newest_graph = KeptGraphs(), KeptGraph(0)
+        self.agreement: BatchAgreement | None = None
+        if isinstance(ranks, SpmdBackend):
+            self.agreement = BatchAgreement(ranks, self.mesh, self.data_size, recipe.loss_over == "caller")
+        self.partitions: dict[tuple[Any, ...], BatchPartition] = {}
         # Keys of the partitions of each batch shape, least recently used shape first. A shape is that of all ranks'
         # parts, so that all ranks forget the same one at the same call.
-        self.batch_shapes: OrderedDict[tuple[int, ...], set[tuple]] = OrderedDict()
+        self.batch_shapes: OrderedDict[tuple[int, ...], set[tuple[Any, ...]]] = OrderedDict()
         self.sent: set[int] = set()
         self.checked: set[tuple[str, int]] = set()
 
-    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Results of a command by rank.
 
         Raises:
             UsageError: averages stand in for the weights and the command needs the weights; or the ranks are closed.
         """
         self.check_weights_in_place(name)
+        if command_named(name).changes_weights:
+            self.drop_graphs(self.graphs.end_all())
         return self.ranks.call(name, arguments)
+
+    def drop_graphs(self, numbers: Sequence[int]) -> None:
+        """Free graphs on the ranks whose backwards will not come."""
+        if numbers:
+            self.ranks.call("drop_graphs", dict.fromkeys(self.ranks.numbers, (tuple(numbers),)))
 
     def check_weights_in_place(self, name: str) -> None:
         """Raise a UsageError if averages stand in for the weights, which a command needs."""
@@ -180,6 +198,14 @@ class Dispatcher:
             raise UsageError(
                 "Inside of ema_weights() averages stand in for the weights: they can be evaluated and read, but not "
                 "trained, loaded or saved. Leave it first."
+            )
+
+    def check_not_clipped(self) -> None:
+        """Raise a UsageError if gradients were clipped: they are sums over all ranks, to which nothing can be added."""
+        if self.clipped:
+            raise UsageError(
+                "The gradients have been clipped, which sums them over all ranks: none can be added or read before the "
+                "update. Clip after the last backward, directly before the optimizer's step."
             )
 
     def call_all(self, name: str, *arguments: Any) -> dict[int, Any]:
@@ -199,7 +225,8 @@ class Dispatcher:
 
     def set_counters(self, num_updates: int, num_drawn: int = 0) -> None:
         """Set the counters where no gradients are left."""
-        self.num_updates, self.num_drawn, self.has_gradients = num_updates, num_drawn, False
+        self.num_updates, self.num_drawn = num_updates, num_drawn
+        self.has_gradients = self.clipped = False
 
     def note(self, call: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NO_ARGUMENTS) -> None:
         """Before a command that ranks carry out without an agreement: keep it for the next one, with its arguments."""
@@ -245,11 +272,13 @@ class Dispatcher:
         input_key = input_signature(leaves)
         kind = checksum(request.keep_outputs, request.share, input_key, input_signature(targets))
         shapes = checksum(input_key)
-        key = request.mode, request.schedule, request.target is None, request.keep_outputs, input_key
+        key = request.mode, request.schedule, request.trains, request.keep_outputs, input_key
         known = self.partitions.get(key)
         with self.checking():
             self.check_weights_in_place(request.command)
             if request.target is not None:
+                self.check_not_clipped()
+            if request.trains:
                 check_detached(leaves, "input")
                 check_detached(targets, "target")
             partition = known or self.partition(request, leaves)
@@ -257,7 +286,8 @@ class Dispatcher:
         await_agreement = None
         if self.agreement is not None:
             values = [*leaves, *targets]
-            await_agreement = self.agreement.start(request.text, request.call.batch, kind, shapes, values)
+            gone = self.graphs.unreachable()
+            await_agreement = self.agreement.start(request.text, request.call.batch, kind, shapes, values, gone)
         microbatches = self.microbatches(request, partition, leaves)
         joined = partition.joined
         rank_requests = {rank: self.rank_request(request, microbatches, joined, rank) for rank in self.ranks.numbers}
@@ -266,17 +296,27 @@ class Dispatcher:
         if known is None:
             self.send_programs(partition.all_specializations)
             self.partitions[key] = partition
-        kinds, all_shapes = (kind,), (shapes,)
+        kinds, all_shapes, gone = (kind,), (shapes,), self.graphs.unreachable()
         if self.agreement is not None:
-            kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
+            kinds, all_shapes, gone = self.agreement.kinds, self.agreement.shapes, self.agreement.unreachable
             if joined is not None:
                 check_one_kind(kinds)
         self.batch_shapes.setdefault(all_shapes, set()).add(key)
         self.batch_shapes.move_to_end(all_shapes)
         if len(self.batch_shapes) > MAX_BATCH_SHAPES:
             self.forget_oldest_shape()
-        agreed = {"signature": kinds, "shape_signature": all_shapes}
-        arguments = {rank: (replace(own, **agreed),) for rank, own in rank_requests.items()}
+        self.drop_graphs(self.graphs.forget(gone))
+        graph = None
+        if request.keeps_graph:
+            outputs = partition.all_specializations[0].graph
+            self.newest_graph = self.graphs.open(
+                [isinstance(o, Ref) and outputs.readable[o.name].requires_grad for o in outputs.outputs]
+            )
+            graph = self.newest_graph.number
+        arguments = {
+            rank: (replace(own, signature=kinds, shape_signature=all_shapes, graph=graph),)
+            for rank, own in rank_requests.items()
+        }
         results = self.call(request.command, arguments)
         if partition.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size
@@ -294,7 +334,11 @@ class Dispatcher:
         self.call_all("forget_programs", shape, on_ranks)
 
     def joined_outputs(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
-        """The model's output for the caller's batch.
+        """The model's output for the caller's batch; arguments as for `output_parts`."""
+        return outputs.join(self.output_parts(outputs, kept))
+
+    def output_parts(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> list[list[Any]]:
+        """Flattened outputs of each microbatch of the caller's batch.
 
         Args:
             kept: flattened outputs of each microbatch, by rank.
@@ -303,12 +347,22 @@ class Dispatcher:
         if isinstance(self.ranks, SpmdBackend):
             own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
             readers = [self.mesh.rank(Place(s, self.data_rank, t)) for s in range(self.mesh.pp) for t in range(tp)]
-            return outputs.join(self.ranks.outputs(kept[own], source, readers))
+            return self.ranks.outputs(kept[own], source, readers)
         parts: list[list[Any]] = []
         for replica, size in enumerate(replica_sizes(sum(outputs.sizes), self.mesh.dp)):
             count = len(microbatch_sizes(size, self.plan.microbatches))  # without those that were run again
             parts += kept[self.mesh.rank(Place(last, replica))][:count]
-        return outputs.join(parts)
+        return parts
+
+    def of_replicas(self, parts: Sequence[Any]) -> dict[int, tuple[Any, ...]]:
+        """The part of each microbatch of the caller's training batch, by rank; none on ranks without a last stage."""
+        count = len(parts) * self.data_size // self.mesh.dp
+        by_rank: dict[int, tuple[Any, ...]] = {}
+        for rank in self.ranks.numbers:
+            number = self.mesh.place(rank).replica % (self.mesh.dp // self.data_size)
+            own = parts[number * count : (number + 1) * count]
+            by_rank[rank] = tuple(own) if self.plan.has_last_stage(rank) else ()
+        return by_rank
 
     def partition(self, request: BatchRequest, leaves: Sequence[Any]) -> BatchPartition:
         """The partition of a batch among the replicas that share it.
@@ -317,7 +371,7 @@ class Dispatcher:
             UsageError: replicas cannot share the batch, the model does not take it, or its outputs cannot be joined.
         """
         call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
-        if request.target is not None:
+        if request.trains:
             check_divisible(batch, replicas)
         sizes = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
@@ -420,10 +474,9 @@ class Dispatcher:
         """
         place = self.mesh.place(rank)
         own, last = microbatches[place.replica % len(microbatches)], self.plan.has_last_stage(rank)
-        training = request.target is not None
         data = StepData(
             [microbatch.inputs(self.stages(rank)) for microbatch in own],
-            [microbatch.target for microbatch in own] if training and last else [],
+            [microbatch.target for microbatch in own] if request.target is not None and last else [],
             [microbatch.share for microbatch in own],
         )
         return StepRequest(
@@ -431,7 +484,7 @@ class Dispatcher:
             schedule=request.schedule,
             programs=tuple(microbatch.specialization.number for microbatch in own),
             data=data,
-            training=training,
+            training=request.trains,
             keep_outputs=request.keep_outputs and last and place.shard == 0,
             num_updates=self.num_updates,
             joined=joined,

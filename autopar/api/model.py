@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 from os import PathLike
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from autopar.api.autograd import moved_to_inputs, outputs_with_graph
 from autopar.api.batch_agreement import check_not_refused
 from autopar.api.checkpoint import check_folder, check_keep, header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import BatchRequest, Dispatcher
@@ -22,7 +22,13 @@ from autopar.api.module_attributes import OF_MODEL, missing_attribute
 from autopar.api.precision import warn_of_autocast
 from autopar.api.program_cache import ProgramCache
 from autopar.api.scheduler_handle import SchedulerHandle
-from autopar.api.state_dict import misfit, with_versions
+from autopar.api.state_dict import (
+    load_on_workers,
+    load_whole_optimizer_state,
+    misfit,
+    whole_optimizer_state,
+    with_versions,
+)
 from autopar.api.step_result import MAX_STEPS_IN_FLIGHT, StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError, caller_level
 from autopar.ir.checkpoint_header import Header
@@ -35,6 +41,7 @@ from autopar.runtime.launch.devices import Machine
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.recipe_text import call_text
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
+from autopar.runtime.optim.param_groups import NamedState, plain_data
 from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, RankStepResult, StepNumbers, UpdateResult
 from autopar.sharding.tensors import assembled, summed_gradients
 from autopar.trace.call import as_call
@@ -69,9 +76,14 @@ class ParallelModel:
         self._spec = spec
         self._model, self._programs, self._ranks = model, programs, ranks
         self._dispatcher = Dispatcher(programs, ranks, spec.recipe)
-        self.lr_scheduler = SchedulerHandle(self._dispatcher, spec.recipe.lr_scheduler is not None)
-        self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
+        self.lr_scheduler: SchedulerHandle = SchedulerHandle(self._dispatcher, spec.recipe.lr_scheduler is not None)
+        self.data_size: int = self._dispatcher.data_size
+        self.data_rank: int = self._dispatcher.data_rank
         self._mode: Mode = "train" if model.training else "eval"
+        self._keeps_graphs = spec.recipe.loss_over == "caller"
+        # Called before `save_checkpoint` and after `load_checkpoint`; set by `PreparedOptimizer`.
+        self.before_save: Callable[[], Any] = lambda: None
+        self.after_load: Callable[[], Any] = lambda: None
         self._unread: deque[StepResult] = deque()
         self._warned_of_autocast = False
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
@@ -94,7 +106,7 @@ class ParallelModel:
     @property
     def needs_targets(self) -> bool:
         """Whether this process has to pass real targets; if not, tensors on the meta device are enough."""
-        return any(map(self.plan.has_last_stage, self._ranks.numbers))
+        return self._keeps_graphs or any(map(self.plan.has_last_stage, self._ranks.numbers))
 
     def data_sum(self, numbers: Sequence[float]) -> list[float]:
         """Sums over the data ranks of the numbers that each passes for its part; all ranks of torchrun call it."""
@@ -131,9 +143,19 @@ class ParallelModel:
         return self._dispatcher.any_rank_so_far(flag)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the ranks run: neither closed, nor ended by a failure."""
+        return self._ranks.failed is None
+
+    @property
     def num_updates(self) -> int:
         """Calls of `optimizer_step` and `train_step` so far."""
         return self._dispatcher.num_updates
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients have accumulated that no update has used."""
+        return self._dispatcher.has_gradients
 
     @property
     def num_drawn(self) -> int:
@@ -168,7 +190,11 @@ class ParallelModel:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for a batch, without gradients and in the current mode.
+        """The model's outputs for a batch, in the current mode.
+
+        They have no graph, except under ``loss_over="caller"`` where gradients are enabled: then ``loss.backward()`` of
+        a loss that is computed from them accumulates the gradients of the ranks. Under torchrun the gradients are those
+        of the mean of the ranks' losses, as DistributedDataParallel computes them.
 
         Outputs of microbatches are joined: samples are concatenated in the dim in which they lie, sums over samples are
         added, and means are weighted by samples. The first call with a batch of a new size traces the model at that
@@ -181,10 +207,13 @@ class ParallelModel:
         self._warn_of_autocast()
         with self._dispatcher.checking():
             call = self._programs.bind_call(args, kwargs)
+        if self._keeps_graphs and torch.is_grad_enabled():
+            return outputs_with_graph(self._dispatcher, self._mode, call)
         request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
         results, outputs = self._dispatcher.carry_out(request)
         assert outputs is not None
-        return self._dispatcher.joined_outputs(outputs, results)
+        joined = self._dispatcher.joined_outputs(outputs, results)
+        return moved_to_inputs(joined, call) if self._keeps_graphs else joined
 
     def forward_backward(self, x: Any, y: Any, return_outputs: bool = False, share: float = 1.0) -> StepResult:
         """Loss and gradients of a batch; gradients accumulate.
@@ -261,6 +290,58 @@ class ParallelModel:
             call = self._programs.bind_call(call.args, call.kwargs)
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
+    def clip_gradients(self, max_norm: float | None = None, max_value: float | None = None) -> float:
+        """Clip the accumulated gradients before `optimizer_step`; returns their global norm before clipping.
+
+        No gradients can be added or read afterwards. A limit given to parallelize applies as well.
+
+        Args:
+            max_norm: largest 2-norm of all gradients together.
+            max_value: largest absolute value of a gradient's element.
+        """
+        self._dispatcher.note("clip_gradients", (max_norm, max_value))
+        self._dispatcher.clipped = True
+        return max(self._call("clip_gradients", max_norm, max_value).values())
+
+    def set_group_options(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Change options of the optimizer's parameter groups, such as ``[{"lr": 1e-4}, {}]``, one dict per group."""
+        self._check_optimizer()
+        changes = [plain_data(dict(own)) for own in changes]
+        self._dispatcher.note("set_group_options", (changes,))
+        self._call("set_options", changes)
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """Present options of each of the optimizer's parameter groups; none of a group without trained parameters.
+
+        Some optimizers change options in each step, such as the number of steps. All ranks of torchrun call it.
+        """
+        self._check_optimizer()
+        with self._dispatcher.compared("group_options", reads_only=True):
+            by_rank = self._call("group_options").values()
+        return [next((own for own in column if own is not None), {}) for column in zip(*by_rank, strict=True)]
+
+    def optimizer_state(self) -> NamedState:
+        """Whole state of the optimizer on CPU, by original name of the parameter; all ranks of torchrun call it.
+
+        Raises:
+            UsageError: parallelize was given no optimizer.
+            CheckpointError: the optimizer keeps tensors of which parts make no whole that is known.
+        """
+        self._check_optimizer()
+        return whole_optimizer_state(self._dispatcher)
+
+    def load_optimizer_state(self, state: NamedState, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the state of the optimizer by one that `optimizer_state` returned under any mesh.
+
+        Args:
+            options: of each parameter group. Under torchrun all ranks pass the same.
+
+        Raises:
+            UsageError: parallelize was given no optimizer, or names are not of trained parameters.
+        """
+        self._check_optimizer()
+        load_whole_optimizer_state(self._dispatcher, state, options)
+
     def optimizer_step(self) -> UpdateResult:
         """Clip gradients, update the weights and clear the gradients.
 
@@ -336,13 +417,8 @@ class ParallelModel:
             if self._ranks.numbers[0] != 0:
                 tensors = {name: t.to("meta", by_rank[0][1][name]) for name, t in tensors.items()}
             self._dispatcher.call("load", {self._ranks.numbers[0]: (self._ranks.parts_of_rank0(tensors),)})
-            return
-        specs = [replace(self._spec, rank=rank) for rank in self._ranks.numbers]
-        # One at a time, since each rank gets a copy; the largest first, so that a lack of memory changes nothing.
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-            readers = [spec for spec in specs if spec.place.stage in self._programs.positions[name]]
-            parts = {spec.rank: {name: spec.local_part(name, tensor)} for spec in readers}
-            self._dispatcher.call("load", {spec.rank: (parts.get(spec.rank, {}),) for spec in specs})
+        else:
+            load_on_workers(self._dispatcher, self._spec, tensors)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """As `state_dict`, for the averages of the weights; buffers are those of the first replica.
@@ -399,6 +475,7 @@ class ParallelModel:
             CheckpointError: the checkpoint cannot be written, for example because the disk is full. The previous
                 checkpoint is unchanged, and training can go on.
         """
+        self.before_save()
         with self._dispatcher.checking():
             check_folder(folder)
             check_keep(keep)
@@ -425,6 +502,7 @@ class ParallelModel:
         with self._dispatcher.compared("load_checkpoint", uses_files=True):
             header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
         self._dispatcher.set_counters(header.updates, header.drawn)
+        self.after_load()
         return header.extra
 
     def _header(self, extra: Any) -> Header:
@@ -434,6 +512,7 @@ class ParallelModel:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
+        self._dispatcher.check_not_clipped()
         with self._dispatcher.compared("gradients", reads_only=True):
             total = summed_gradients(self._call("gradients"), self._spec.storage, self.plan.mesh)
         return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from autopar.api.model_names import MODEL_NAMES, missing_library, unknown_model
 from autopar.errors import UsageError, suggest
 from autopar.ir.pytree import tree_map
 from autopar.ir.units import of_type
 from autopar.trace.frames import frame_text, user_frame
 
 LIBRARY_NAME = re.compile(r"(torchvision:)?[\w.-]+")
-MODEL_NAMES = "A model is a timm name, torchvision:NAME, or package.module:factory."
 READING = ("cache", "checkpoint", "pretrained", "weights")  # first words of arguments that load files or download
 
 
@@ -82,6 +82,28 @@ class ModelSource:
         if self.input_shape is not None or preset is None or isinstance(getattr(model, "image_size", None), int):
             return self.input_shape
         return (batch, 3, preset.crop_size[0], preset.crop_size[0])
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A module, and how a plan file names and builds it.
+
+    Args:
+        source: where the module was built by name; None for a module of the user's.
+    """
+
+    module: nn.Module
+    name: str
+    kwargs: Mapping[str, Any]
+    source: ModelSource | None = None
+
+
+def built_model(model: nn.Module | str | ModelSource, device: str = "cpu") -> BuiltModel:
+    """The user's module, or one that is built by name on a device."""
+    source = ModelSource(model) if isinstance(model, str) else model
+    if isinstance(source, ModelSource):
+        return BuiltModel(source.build(device), source.name, source.kwargs, source)
+    return BuiltModel(source, type(source).__name__, {})
 
 
 def torchvision_preset(name: str) -> Any:
@@ -199,13 +221,6 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
     return public[name]
 
 
-def unknown_model(name: str, known: list[str], where: str) -> UsageError:
-    """The error for an unknown model name."""
-    return UsageError(
-        f"{where} has no model named {name!r} ({len(known)} known).{suggest(name, known, 3)} {MODEL_NAMES}"
-    )
-
-
 def need(module_name: str, what: str) -> Any:
     """A module of an optional library.
 
@@ -219,7 +234,7 @@ def need(module_name: str, what: str) -> Any:
         return importlib.import_module(module_name)
     except ImportError as error:
         package = module_name.split(".")[0]
-        raise UsageError(f"{what} needs {package}: pip install 'autopar[vision]'.") from error
+        raise missing_library(what, package) from error
 
 
 def default_input_shape(model: nn.Module, batch: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from autopar.errors import UsageError, suggest
 from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan_constraints import PlanConstraints, check_choice, check_positive, check_switch
 from autopar.runtime.comm.protocols import CHECKPOINT_SECONDS, TransportName
+from autopar.solve.space.constraints import Constraints
 
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -67,6 +68,15 @@ class Options(PlanConstraints):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise UsageError("Pass clip_grad_norm or clip_grad_value, not both.")
+
+    def constraints(self, devices: int, batch: int) -> Constraints:
+        """The constraints on a plan for so many devices and samples.
+
+        Raises:
+            UsageError: a constraint contradicts the devices or the batch.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(PlanConstraints)}
+        return Constraints(devices, batch, peer_memory=self.transport != "nccl", **given)
 
     def check_machine(self, device_type: str) -> None:
         """Refuse options that devices of this type do not support.

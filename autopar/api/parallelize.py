@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.api.model import ParallelModel
+from autopar.api.model_source import ModelSource, built_model
 from autopar.api.options import RUN_SETTINGS, Options
 from autopar.api.outputs import warn_of_mixed_samples
 from autopar.api.planning.hardware import planning_hardware
-from autopar.api.planning.plan import PlanRequest, check_devices, check_model, example_call, lower_example, plan_graph
+from autopar.api.planning.plan import PlanRequest, built_call, check_devices, check_model, lower_example, plan_graph
 from autopar.api.planning.rank0 import plan_on_rank0
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
@@ -31,6 +32,7 @@ from autopar.errors import PlanDependentRandomWarning, UpdatedStateWarning, Usag
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.plan_constraints import check_choice
+from autopar.ir.status import doing, showing_status
 from autopar.ir.units import plural
 from autopar.measure.compile_ahead import prepare_compilers
 from autopar.runtime.launch.devices import Machine, check_world, this_machine
@@ -48,10 +50,12 @@ from autopar.trace.trace import weight_tensors
 
 
 @without_caller_modes()
+@showing_status("building the model")
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | str | ModelSource,
     devices: int,
     example_inputs: Any = None,
+    *,
     batch_size: int | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
@@ -76,7 +80,8 @@ def parallelize(
     ``precision="bf16"`` instead of autocast. Only a model's trace reads the default device, that of this call.
 
     Args:
-        model: any module that torch.export can trace, on any device but meta.
+        model: any module that torch.export can trace, on any device but meta; or a name, as in `plan`, of a model that
+            gets fresh weights.
         devices: number of ranks; under a launcher, the number of processes that it started.
         example_inputs, batch_size: as in `plan`.
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. The
@@ -104,7 +109,8 @@ def parallelize(
             batch is the mean of these, weighted by samples. "batch": those of the global batch, for losses that are no
             such mean, such as contrastive ones. All forwards then come before all backwards: plan with
             ``schedule="gpipe"``. Each replica of the last stage holds the outputs of the global batch. Batch norm still
-            uses the statistics of a microbatch.
+            uses the statistics of a microbatch. "caller": nothing; the caller computes losses from the outputs of
+            ``pm(x)`` and calls ``loss.backward()``, also with all forwards first. `autopar.prepare` uses it.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
@@ -119,25 +125,27 @@ def parallelize(
     exchange = None if launch is None else StartExchange(launch)
     with shared_errors(exchange):
         options = options_for_loss(Options.of(constraints), loss_over)
-        check_model(model)
+        built = built_model(model)
+        module = built.module
+        check_model(module)
         machine = this_machine(devices, options.backend)
         options.check_machine(machine.device_type)
-        call = example_call(model, example_inputs, batch_size, None)
-        check_has_weights(model)
+        call = built_call(built, example_inputs, batch_size)
+        check_has_weights(module)
         user_plan = load_user_plan(plan, devices, constraints)
-        if user_plan is not None and loss_over == "batch":
-            check_schedule_for_loss(user_plan.schedule, user_plan.microbatches, "The plan has")
+        if user_plan is not None and loss_over != "microbatch":
+            check_schedule_for_loss(loss_over, user_plan.schedule, user_plan.microbatches, "The plan has")
         if machine.launched is None and devices > 1:
             prepare(machine.num_threads)  # workers' imports overlap with planning
         elif options.execution_mode(machine.device_type).compiled:
             prepare_compilers(machine.device_type)
         check_device(options.precision if user_plan is None else user_plan.precision, machine)
         channels_last = options.computes_channels_last(machine.device_type)
-        request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema, channels_last)
+        request = PlanRequest(module, call, devices, options, built.name, built.kwargs, optimizer, ema, channels_last)
         clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
         loss_fn = F.cross_entropy if loss_fn is None else loss_fn
         recipe = TrainingRecipe(loss_fn, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value, loss_over)
-        check_recipe(recipe, model)
+        check_recipe(recipe, module)
 
         graph = lower_example(request, user_plan)
         try_recipe(recipe, graph)
@@ -147,7 +155,7 @@ def parallelize(
         chosen = user_plan or plan_for_workers(request, graph, machine)
     with shared_errors(exchange):
         compiled = options.execution_mode(machine.device_type).compiled
-        programs = ProgramCache(model, chosen, call, graph, compiled)
+        programs = ProgramCache(module, chosen, call, graph, compiled)
         check_device(programs.plan.precision, machine)
         warn_of_plan_dependent_random(programs.example)
         warn_of_updated_state(programs.example, chosen)
@@ -156,6 +164,7 @@ def parallelize(
         specs = rank_specs(programs, machine, recipe, options)
     if exchange is not None:
         exchange.confirm()
+    doing(f"starting {plural(len(specs), 'rank')}")
     return start(programs, specs, machine, options.timeout)
 
 
@@ -165,7 +174,7 @@ def shared_errors(exchange: StartExchange | None) -> AbstractContextManager[None
 
 
 def options_for_loss(options: Options, loss_over: LossOver) -> Options:
-    """The options under which ``loss_over`` works: one loss of several microbatches asks for GPipe.
+    """The options under which ``loss_over`` works: a loss of all microbatches asks for GPipe.
 
     Raises:
         UsageError: ``loss_over`` is unknown, or needs another schedule than the one that is asked for.
@@ -175,12 +184,12 @@ def options_for_loss(options: Options, loss_over: LossOver) -> Options:
         return options
     if options.schedule == "auto":
         return replace(options, schedule="gpipe")
-    check_schedule_for_loss(options.schedule, options.microbatches, "You asked for")
+    check_schedule_for_loss(loss_over, options.schedule, options.microbatches, "You asked for")
     return options
 
 
-def check_schedule_for_loss(schedule: str, microbatches: int | None, who: str) -> None:
-    """Check that all forwards of a schedule come before its backwards, as ``loss_over="batch"`` needs.
+def check_schedule_for_loss(loss_over: LossOver, schedule: str, microbatches: int | None, who: str) -> None:
+    """Check that all forwards of a schedule come before its backwards, as a loss of all microbatches needs.
 
     Args:
         who: subject and verb of the sentence that names the schedule.
@@ -190,8 +199,8 @@ def check_schedule_for_loss(schedule: str, microbatches: int | None, who: str) -
     """
     if schedule != "gpipe" and microbatches != 1:
         raise UsageError(
-            f'{who} schedule={schedule!r}, whose backwards begin before its forwards end. loss_over="batch" needs the '
-            'outputs of all microbatches first: use schedule="gpipe", or microbatches=1.'
+            f"{who} schedule={schedule!r}, whose backwards begin before its forwards end. loss_over={loss_over!r} "
+            'needs the outputs of all microbatches first: use schedule="gpipe", or microbatches=1.'
         )
 
 

@@ -95,9 +95,9 @@ class ProgramCache:
         self.train_stage_of = plan.stage_of(graph)
         self.storage = weight_layouts(plan, graph)
         check_strategies(plan, graph, self.storage)
-        self.specializations: dict[tuple, Specialization] = {}
+        self.specializations: dict[tuple[Any, ...], Specialization] = {}
         self.numbers = itertools.count()
-        self.signatures: dict[tuple, None] = {}  # of all traces, until there are `MANY_VARIANTS`
+        self.signatures: dict[tuple[Any, ...], None] = {}  # of all traces, until there are `MANY_VARIANTS`
         train = self.split(graph, self.train_stage_of, planned=True)
         trained_on = weight_stages([(graph, train[0])])
         self.example, self.holders = graph, trained_on
@@ -309,7 +309,7 @@ def enter_mode(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) ->
         model.train(mode == "train")
 
 
-def input_signature(leaves: Sequence[Any]) -> tuple:
+def input_signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Cache key of a trace: shape and dtype of tensors, type and value of constants.
 
     The type tells 1, 1.0 and True apart, which are equal. The text of a float tells 0.0 from -0.0, and finds NaN again.

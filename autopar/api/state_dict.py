@@ -1,15 +1,21 @@
-"""State dicts: whether a user's fits the model that it is to be loaded into, and versions of modules."""
+"""State dicts of weights and optimizers: whether a user's fits the model, versions of modules, loads on ranks."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from autopar.api.dispatch import Dispatcher
+from autopar.errors import CheckpointError, UsageError
 from autopar.ir.graph import Weight
-from autopar.ir.units import of_type
+from autopar.ir.units import of_type, plural
+from autopar.runtime.checkpoint.optimizer_state import joined_state
+from autopar.runtime.optim.param_groups import NamedState, plain_data
+from autopar.runtime.spec import RankSpec
 
 
 def misfit(
@@ -55,3 +61,38 @@ def with_versions(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str
     versioned = OrderedDict(state)
     versioned._metadata = getattr(like, "_metadata", OrderedDict())  # type: ignore[attr-defined]
     return versioned
+
+
+def load_on_workers(dispatcher: Dispatcher, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give each rank of this process its parts of whole weights; ``spec`` is that of any rank."""
+    specs = [replace(spec, rank=rank) for rank in dispatcher.ranks.numbers]
+    # One at a time, since each rank gets a copy; the largest first, so that a lack of memory changes nothing.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        readers = [own for own in specs if own.place.stage in dispatcher.programs.positions[name]]
+        parts = {own.rank: {name: own.local_part(name, tensor)} for own in readers}
+        dispatcher.call("load", {own.rank: (parts.get(own.rank, {}),) for own in specs})
+
+
+def whole_optimizer_state(dispatcher: Dispatcher) -> NamedState:
+    """As `ParallelModel.optimizer_state`."""
+    with dispatcher.compared("optimizer_state", reads_only=True):
+        parts = dispatcher.call_all("optimizer_state").values()
+    for part in parts:
+        if isinstance(part, CheckpointError):
+            raise part
+    return joined_state(list(parts))
+
+
+def load_whole_optimizer_state(dispatcher: Dispatcher, state: NamedState, options: Sequence[Mapping[str, Any]]) -> None:
+    """As `ParallelModel.load_optimizer_state`."""
+    trained = {weight.name for weight in dispatcher.programs.example.weights if weight.requires_grad}
+    unknown = [name for name in state if name not in trained]
+    if unknown:
+        raise UsageError(f"The optimizer's state has {plural(len(unknown), 'unknown parameter')}: {unknown[:3]}.")
+    dispatcher.note("load_optimizer_state")
+    arguments = {}
+    for rank in dispatcher.ranks.numbers:  # each gets the state of its stages alone
+        stage = dispatcher.mesh.place(rank).stage
+        own = {name: values for name, values in state.items() if stage in dispatcher.programs.positions[name]}
+        arguments[rank] = (own, [plain_data(dict(group)) for group in options])
+    dispatcher.call("load_optimizer", arguments)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autopar.api.module_attributes import OF_RESULT, missing_attribute
+from autopar.ir.units import TIME, text
 
 # Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
 # more inputs in memory, and report errors further from their cause.
@@ -71,6 +72,19 @@ class StepResult:
             f"StepResult(loss={own.loss}, step_seconds={own.step_seconds}, grad_norm={own.grad_norm}, "
             f"outputs={self.outputs!r}, skipped={own.skipped})"
         )
+
+    def _repr_html_(self) -> str:
+        """The numbers, as notebooks show them; waits until the step is done."""
+        from autopar.ir.html import html_of  # slow: imports rich
+        from autopar.ir.text import labelled
+
+        own = self.figures
+        rows = [("loss", f"{own.loss:.6g}"), ("step", text(own.step_seconds, TIME))]
+        if own.grad_norm is not None:
+            rows.insert(1, ("gradient norm", f"{own.grad_norm:.4g}"))
+        if own.skipped:
+            rows.append(("skipped", "gradients overflowed: the weights are unchanged, the loss scale is halved"))
+        return html_of([labelled(rows)])
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[StepMetrics, Any]]:
         return StepResult, (self.figures, self.outputs)

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -33,7 +34,7 @@ def argument_names(model: nn.Module, call: Call) -> list[str]:
     return [name for name, value in (*named, *call.kwargs.items()) for _ in leaves(value)]
 
 
-def variations(names: Sequence[str], signatures: Sequence[tuple]) -> list[Variation]:
+def variations(names: Sequence[str], signatures: Sequence[tuple[Any, ...]]) -> list[Variation]:
     """How the arguments of a run's variants differ: constants first, then shapes, then samples.
 
     Args:
@@ -68,7 +69,7 @@ def distinct(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def warn_of_variants(model_name: str, names: Sequence[str], signatures: Sequence[tuple]) -> None:
+def warn_of_variants(model_name: str, names: Sequence[str], signatures: Sequence[tuple[Any, ...]]) -> None:
     """Warn that a run has `MANY_VARIANTS` variants; names the property that has most values."""
     most = max(variations(names, signatures), key=lambda variation: len(variation.values))
     values = ", ".join([*most.values[:MAX_LISTED], "…"])

@@ -19,6 +19,7 @@ from autopar.ir.placement import Placement, placement_of
 from autopar.ir.plan_invariants import check_invariants
 from autopar.ir.plan_parts import (
     Alternative,
+    BlockCost,
     BlockParams,
     BlockSharding,
     HardwareInfo,
@@ -56,6 +57,8 @@ class Plan:
             ``axis:factor`` for each; an operation that is not listed, or has none on an axis, follows the layouts that
             it reads.
         blocks: the shardings for people.
+        block_costs: times and parameters of the model's blocks, stage by stage in execution order, for pictures. Empty
+            in plans made by hand and in older files.
         zero: what the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 that and the gradients, 3 that
             and the parameters.
         order: of a searched schedule, what list scheduling makes it from.
@@ -92,6 +95,7 @@ class Plan:
     reduce_dtype: ReduceDtype = "float32"
     channels_last: bool = False
     blocks: tuple[BlockSharding, ...] = ()
+    block_costs: tuple[BlockCost, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
     seconds_without_limit: float | None = None
@@ -214,3 +218,9 @@ class Plan:
         from autopar.ir.table import plan_text  # slow: imports rich, which workers do without
 
         return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """The printed plan, as notebooks show it."""
+        from autopar.ir.table import plan_html  # slow: imports rich, which workers do without
+
+        return plan_html(self)

@@ -41,6 +41,11 @@ def check_counts(plan: PlanView, fail: Fail) -> None:
         fail("mesh.tp_axes", f"is {list(mesh.tp_axes)}; several axes of at least 2 ranks make mesh.tp, here {mesh.tp}.")
     if len(plan.stages) != (num_stages := mesh.pp * plan.chunks):
         fail("stages", f"has {len(plan.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
+    for i, block in enumerate(plan.block_costs):
+        if not 0 <= block.stage < num_stages:
+            fail(f"block_costs.{i}.stage", f"is {block.stage}, the plan has stages 0 to {num_stages - 1}.")
+        if min(block.forward_seconds, block.backward_seconds, block.params) < 0:
+            fail(f"block_costs.{i}", "has a negative number.")
 
 
 def check_schedule(plan: PlanView, fail: Fail) -> None:

@@ -298,6 +298,29 @@ class BlockSharding:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
+class BlockCost:
+    """Part of a block of the model on one stage, for pictures.
+
+    Args:
+        name: of a module, or of an operation outside of modules (`autopar.ir.blocks.picture_blocks`).
+        params: parameters; one that several blocks of a stage read counts for the first of them.
+        forward_seconds, backward_seconds: per microbatch on one rank, collectives and recomputation included.
+    """
+
+    name: str
+    stage: int
+    params: int
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward time."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
 class OtherMeshes:
     """Proof about the meshes that a plan does not have.
 
@@ -372,12 +395,14 @@ class Alternative:
         step_seconds: None where the plan does not fit.
         microbatches: per replica, of an alternative with the chosen mesh and schedule; None for others and in older
             files.
+        peak_bytes: memory of the fullest rank; None where the plan does not fit, and in older files.
     """
 
     label: str
     step_seconds: float | None
     note: str = ""
     microbatches: int | None = None
+    peak_bytes: int | None = None
 
 
 @with_config(STRICT)
@@ -450,6 +475,8 @@ class PlanView(Protocol):
     def channels_last(self) -> bool: ...
     @property
     def blocks(self) -> tuple[BlockSharding, ...]: ...
+    @property
+    def block_costs(self) -> tuple[BlockCost, ...]: ...
     @property
     def alternatives(self) -> tuple[Alternative, ...]: ...
     @property

@@ -9,6 +9,7 @@ from math import hypot
 from rich.console import RenderableType
 from rich.table import Column, Table
 
+from autopar.ir.html import WIDTH, html_of
 from autopar.ir.layout import pattern_of
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
@@ -52,13 +53,23 @@ REMEDIES: Mapping[tuple[str, Basis], str] = {
 
 def plan_text(plan: PlanView, width: int = 100, color: bool = False) -> str:
     """The plan as a table for people, ``width`` columns wide, with terminal colours if ``color``."""
+    return rendered(plan_parts(plan, width), width, color)
+
+
+def plan_parts(plan: PlanView, width: int) -> Sequence[RenderableType]:
+    """Parts of the printed plan, for so many columns."""
     parts: list[RenderableType] = [header(plan), "", stage_table(plan, width), ""]
     if plan.blocks:
         parts += [*sharding_parts(plan), ""]
     parts.append(footer(plan))
     if plan.alternatives:
         parts += ["", alternative_table(plan)]
-    return rendered(parts, width, color)
+    return parts
+
+
+def plan_html(plan: PlanView) -> str:
+    """The plan as HTML, for notebooks."""
+    return html_of(plan_parts(plan, WIDTH))
 
 
 def header(plan: PlanView) -> Table:
@@ -276,15 +287,17 @@ def step_parts(step_seconds: float, reduce_seconds: float, optimizer_seconds: fl
     return [("", " + ".join(f"{name} {text(seconds, TIME)}" for name, seconds in parts.items() if seconds > 0))]
 
 
-def alternative_table(plan: PlanView) -> Table:
-    """A row per plan that was considered and not chosen."""
+def alternative_table(plan: PlanView, numbered: bool = False) -> Table:
+    """A row per plan that was considered and not chosen, with numbers from 1 on if ``numbered``."""
     table = plain_table(
-        Column("rejected", no_wrap=True), *numeric("step", no_wrap=True), *numeric("against this plan"), ""
-    )
+        *(numeric("") if numbered else []), Column("rejected", no_wrap=True), *numeric("step", no_wrap=True),
+        *numeric("against this plan"), "",
+    )  # fmt: skip
     best = plan.prediction.step_seconds
-    for alternative in plan.alternatives:
+    for number, alternative in enumerate(plan.alternatives, start=1):
         seconds = text(alternative.step_seconds, TIME) if alternative.step_seconds is not None else NONE
-        table.add_row(alternative.label, seconds, comparison_text(alternative, best), alternative.note)
+        first = [str(number)] if numbered else []
+        table.add_row(*first, alternative.label, seconds, comparison_text(alternative, best), alternative.note)
     return table
 
 

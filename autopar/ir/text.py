@@ -24,6 +24,9 @@ def rendered(parts: Sequence[RenderableType], width: int, color: bool) -> str:
         color_system="standard" if color else None,
         highlight=False,
         legacy_windows=False,
+        markup=False,  # names of models and operations may have brackets and colons
+        emoji=False,
+        force_jupyter=False,  # a notebook's would show the text at once, in addition to its caller
         record=True,
     )
     for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -25,7 +25,7 @@ from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.engine.batch_loss import BatchLoss, Replicas
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.deferred_wgrads import DeferredWgrads
-from autopar.runtime.engine.executor import BoundStep
+from autopar.runtime.engine.executor import BackwardNotice, BoundStep
 from autopar.runtime.engine.loss import LossFunction, in_autocast, moved_to, naming_devices, naming_updates
 from autopar.runtime.engine.metrics import StepLimit, StepMarks, step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
@@ -36,11 +36,14 @@ from autopar.runtime.host_copies import gradient_copies, weight_copies
 from autopar.runtime.memory.cuda_allocator import let_segments_grow
 from autopar.runtime.memory.peaks import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.optim.ema import Average
+from autopar.runtime.optim.param_groups import NamedState
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, RankStepResult, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import program_exchange_bytes, symmetric_buffer_bytes
+from autopar.sharding.lookup import key_of
+from autopar.sharding.table import UPDATING
 from autopar.sharding.tensors import with_strides
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
@@ -53,6 +56,7 @@ class BoundStepKey(NamedTuple):
     programs: tuple[int, ...]
     training: bool
     shape_signature: tuple[int, ...]
+    graph: int | None
 
 
 class Rank:
@@ -105,8 +109,10 @@ class Rank:
             self.loss_fn = moved_to(self.loss_fn, self.device)
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
         self.updated_buffers: set[str] = set()  # weights that training programs update in place
+        self.running_statistics: set[str] = set()  # those of norms, which no backward of a training program reads
         self.bound_steps: dict[BoundStepKey, BoundStep] = {}
         self.current_step: BoundStep | None = None
+        self.open_graphs: dict[int, BoundStep] = {}  # steps whose forwards wait for their backwards, by number
         self.limit = StepLimit(timeout_seconds)
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
@@ -180,6 +186,9 @@ class Rank:
             self.graphs.forget()  # they read weights where these were
         training = [program for program in programs if program.mode == "train"]
         self.updated_buffers |= self.weights.keys() & {name for p in training for op in p.ops for name in op.mutates}
+        self.running_statistics |= {
+            name for p in training for op in p.ops if key_of(op.target) in UPDATING for name in op.mutates
+        }
 
     def forget_programs(self, shape_signature: tuple[int, ...], keys: Sequence[int]) -> None:
         """Drop what steps of one batch shape need: bound schedules, CUDA graphs, and programs by key.
@@ -196,11 +205,12 @@ class Rank:
         """Bound schedule of a step; bound at its first use."""
         # Ranks bind together, so the signature is that of all ranks: a rank without a new program may have a peer with
         # one.
-        key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature)
+        key = BoundStepKey(request.schedule, request.programs, request.training, request.shape_signature, request.graph)
         if key not in self.bound_steps:
             placement, count = self.spec.placement, len(request.programs)
             schedule = generate(request.schedule, placement, count, self.spec.order)
-            loss_fn = self.step_loss() if self.is_last_stage and request.training else None
+            has_loss = self.is_last_stage and request.training and request.graph is None
+            loss_fn = self.step_loss() if has_loss else None
             batch_loss = None
             if loss_fn is not None and request.joined is not None:
                 replicas = Replicas(self.transport, self.spec.replica_ranks, self.place.replica)
@@ -230,6 +240,42 @@ class Rank:
             return []
         with self.staging.staged(request.data) as data:
             return self.execute(replace(request, data=data), update_follows=False).outputs
+
+    def forward_graph(self, request: StepRequest) -> list[list[Any]]:
+        """As `forward`, but keeps what `backward` of ``request.graph`` needs."""
+        assert request.graph is not None
+        self.broadcast_buffers(request.mode)
+        self.current_step = step = self.bound_step(request)
+        self.compute_params.refresh(step.bucket_reads)
+        with self.staging.staged(request.data) as data:
+            outputs = step.run_forwards(data, request.keep_outputs).outputs
+        self.compute_params.wait()
+        if self.sharded is not None:
+            step.bucket_reads = tuple(self.sharded.reads)
+        self.open_graphs[request.graph] = step
+        return outputs
+
+    def backward(self, graph: int, output_gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Accumulate gradients from those of the outputs of `forward_graph`.
+
+        Args:
+            output_gradients: of each output of each microbatch, on the last stage; empty on others.
+        """
+        self.has_pending_grads = True
+        self.current_step = step = self.open_graphs.pop(graph)
+        step.loss_scale = self.updater.loss_scale
+        self.compute_params.refresh(step.backward_reads)
+        with self.accumulating(step, update_follows=False) as announce:
+            step.run_backwards(output_gradients, announce)
+            self.compute_params.wait()
+        if self.sharded is not None:
+            step.backward_reads = tuple(self.sharded.reads)
+
+    def drop_graphs(self, graphs: Sequence[int]) -> None:
+        """Free what forwards have kept for backwards that will not come."""
+        for graph in graphs:
+            if (step := self.open_graphs.pop(graph, None)) is not None:
+                step.drop_saved()
 
     @property
     def marks(self) -> StepMarks:
@@ -289,6 +335,7 @@ class Rank:
     def abandon_step(self) -> None:
         """Drop everything of a step that raised."""
         self.bound_steps.clear()
+        self.open_graphs.clear()
         self.compute_params.invalidate()
         self.updater.abandon()
 
@@ -296,23 +343,27 @@ class Rank:
         self.current_step = step = self.bound_step(request)
         step.loss_scale = self.updater.loss_scale
         self.compute_params.refresh(step.bucket_reads, always=update_follows)
-        if request.training:
-            self.updater.grad_buffer.detach_from_params()
-        reduces = request.training and (update_follows or self.updater.reduces_each_call)
-        if reduces:
-            self.updater.set_used_params(step.trained_weights)
         batch = leaves((request.data.inputs, request.data.targets))
         self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
-        announce = partial(self.updater.begin_backward, update_follows) if reduces else None
-        results = step.run(request.data, request.keep_outputs, announce)
-        if reduces:
-            self.updater.flush_remaining()
-        self.compute_params.wait()
+        with self.accumulating(step, update_follows) if request.training else nullcontext() as announce:
+            results = step.run(request.data, request.keep_outputs, announce)
+            self.compute_params.wait()
         if self.sharded is not None:
             step.bucket_reads = tuple(self.sharded.reads)
-        if request.training and not update_follows:
-            self.updater.attach_gradients()
         return results
+
+    @contextmanager
+    def accumulating(self, step: BoundStep, update_follows: bool) -> Iterator[BackwardNotice | None]:
+        """Context in which backwards of a step add to the main grads; they call what it yields, if anything."""
+        self.updater.grad_buffer.detach_from_params()
+        reduces = update_follows or self.updater.reduces_each_call
+        if reduces:
+            self.updater.set_used_params(step.trained_weights)
+        yield partial(self.updater.begin_backward, update_follows) if reduces else None
+        if reduces:
+            self.updater.flush_remaining()
+        if not update_follows:
+            self.updater.attach_gradients()
 
     def broadcast_buffers(self, mode: Mode) -> None:
         """Before an evaluation, broadcast the first replica's buffers if training has changed any.
@@ -321,7 +372,8 @@ class Rank:
         """
         if mode == "eval" and self.buffers_diverged and self.mesh.dp > 1:
             for name in sorted(self.updated_buffers):
-                tensor = self.weights[name].detach()
+                # Autograd keeps statistics with each forward that waits for its backward: .data has another version.
+                tensor = self.weights[name].data if name in self.running_statistics else self.weights[name].detach()
                 raw = tensor.reshape(-1).view(torch.uint8)  # Gloo moves no booleans
                 self.transport.start_broadcast(raw, self.spec.replica_ranks, self.spec.replica_ranks[0])()
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
@@ -346,6 +398,12 @@ class Rank:
         self.has_pending_grads = False
         self.updater.zero_grad()
 
+    def clip_gradients(self, max_norm: float | None, max_value: float | None) -> float:
+        return self.updater.clip_gradients(max_norm, max_value)
+
+    def set_options(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        self.updater.set_options(changes)
+
     def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.updater.scheduler_step(method, args, kwargs)
 
@@ -355,6 +413,10 @@ class Rank:
     def learning_rates(self) -> list[float]:
         """Learning rate of each parameter group."""
         return self.updater.learning_rates()
+
+    def group_options(self) -> list[dict[str, Any] | None]:
+        """As `Updater.group_options`."""
+        return self.updater.group_options()
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -434,6 +496,19 @@ class Rank:
             self.buffers_diverged = False  # all replicas have the first one's buffers now
         return result
 
+    def optimizer_state(self) -> Any:
+        """As `optimizer_part`."""
+        from autopar.runtime.checkpoint import optimizer_state
+
+        return optimizer_state.optimizer_part(self)
+
+    def load_optimizer(self, state: NamedState, options: Sequence[Mapping[str, Any]]) -> None:
+        from autopar.runtime.checkpoint import optimizer_state
+
+        if self.graphs is not None:
+            self.graphs.forget()  # the optimizer's tensors are replaced
+        optimizer_state.load_optimizer(self, state, options)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """CPU copies of this rank's local gradients; see `gradient_copies`."""
         return gradient_copies(self.spec, self.updater)
@@ -441,6 +516,7 @@ class Rank:
     def close(self) -> None:
         """Release CUDA graphs. NCCL communicators cannot be destroyed while a graph references them."""
         self.bound_steps.clear()
+        self.open_graphs.clear()
         self.current_step = None
         self.updater.grad_buffer.close()
         if self.graphs is not None:

@@ -24,7 +24,7 @@ from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.sharding.outputs import Outputs
 from autopar.sharding.tensors import local_part, whole_shape
 
-LossOver = Literal["microbatch", "batch"]
+LossOver = Literal["microbatch", "batch", "caller"]
 WeightWaits = Callable[[Collection[str]], Callable[[], None] | None]
 MainGradOf = Callable[[str], torch.Tensor | None]
 BuildModule = Callable[
@@ -40,7 +40,7 @@ class Parameters(list[nn.Parameter]):
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         super().__init__(named.values())
-        self.names = tuple(named)
+        self.names: tuple[str, ...] = tuple(named)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Original name and parameter, in the model's order."""
@@ -55,7 +55,7 @@ class TrainingRecipe:
         loss_fn, optimizer, lr_scheduler, ema, seed: as given to `autopar.parallelize`.
         clip_grad_norm: largest global gradient norm, or None.
         clip_grad_value: largest absolute value of a gradient's element, or None.
-        loss_over: whether each microbatch has a loss, or the global batch has one.
+        loss_over: whether each microbatch has a loss, the global batch has one, or the caller computes it.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -259,6 +259,8 @@ class StepRequest:
         shape_signature: as ``signature``, of the inputs alone; selects the bound schedule.
         joined: how the outputs of all microbatches of all replicas are joined for one loss; None where each microbatch
             has its own, and without training.
+        graph: number of the graph that a forward keeps for a later backward; None where the step has both or no
+            backward.
     """
 
     mode: Mode
@@ -271,6 +273,7 @@ class StepRequest:
     signature: tuple[int, ...] = ()
     shape_signature: tuple[int, ...] = ()
     joined: Outputs | None = None
+    graph: int | None = None
 
 
 @dataclass(frozen=True)

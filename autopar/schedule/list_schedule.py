@@ -39,7 +39,7 @@ class Progress:
     def __init__(self, order: ListOrder, pp: int, microbatches: int) -> None:
         self.order, self.pp, self.microbatches = order, pp, microbatches
         self.num_chunks = num_chunks = len(order.forward)
-        self.own = [range(rank, num_chunks, pp) for rank in range(pp)]  # chunks of each rank
+        self.deepest_first = [range(rank, num_chunks, pp)[::-1] for rank in range(pp)]  # chunks of each rank
         self.rows: list[list[Action]] = [[] for _ in range(pp)]
         self.last_kind: list[ActionKind] = ["F"] * pp
         self.free = [0.0] * pp
@@ -53,39 +53,49 @@ class Progress:
     def next_choice(self, rank: int) -> Choice:
         """The rank's next action, from what is known so far."""
         order, free = self.order, self.free[rank]
-        forward, backward = self.next_forward(rank, free), self.next_backward(rank, free)
-        prefers_forward = order.alternates and self.last_kind[rank] == "I"
-        for choice in (forward, backward) if prefers_forward else (backward, forward):
-            if choice.start <= free:
-                return choice
-        soonest = min(backward.start, forward.start)
+        forward, forward_chunk = self.next_forward(rank, free)
+        backward, backward_chunk = self.next_backward(rank, free)
+        if forward <= free and (backward > free or (order.alternates and self.last_kind[rank] == "I")):
+            return Choice(forward, "F", forward_chunk)
+        if backward <= free:
+            return Choice(backward, "I", backward_chunk)
+        soonest = min(backward, forward)
         if self.deferred[rank]:
             chunk, _ = self.deferred[rank][0]
             if soonest - free >= (0 if order.alternates else order.wgrad[chunk] / 2):
                 return Choice(free, "W", chunk)
         return Choice(soonest, None)
 
-    def next_forward(self, rank: int, free: float) -> Choice:
-        """The forward that can start first once the rank is free.
+    def next_forward(self, rank: int, free: float) -> tuple[float, int]:
+        """Start and chunk of the forward that can start first once the rank is free.
 
         Of those that can at once it is one of the first group of as many microbatches as ranks, as in interleaved 1F1B.
         Room stays for a forward of each deeper chunk of the rank, without which no activation would be freed.
         """
-        room, best = self.order.max_in_flight[rank] - self.kept[rank], (inf, 0, 0)
-        for deeper, chunk in enumerate(reversed(self.own[rank])):
+        start, at, group = inf, 0, 0
+        for chunk in self.deepest_first[rank][: self.order.max_in_flight[rank] - self.kept[rank]]:
             number = self.forwards[chunk]
-            if deeper < room and number < self.microbatches:
-                best = min(best, (max(self.activations[chunk][number], free), number // self.pp, chunk))
-        return Choice(best[0], "F", best[2])
+            if number < self.microbatches:
+                arrival = self.activations[chunk][number]
+                if arrival < free:
+                    arrival = free
+                if arrival < start or (arrival == start and (number // self.pp, chunk) < (group, at)):
+                    start, at, group = arrival, chunk, number // self.pp
+        return start, at
 
-    def next_backward(self, rank: int, free: float) -> Choice:
-        """The gradients of inputs that can start first once the rank is free; of the deepest chunk that can at once."""
+    def next_backward(self, rank: int, free: float) -> tuple[float, int]:
+        """Start and chunk of the gradients of inputs that can start first once the rank is free; of the deepest chunk
+        that can at once."""
         start, at = inf, 0
-        for chunk in reversed(self.own[rank]):
+        for chunk in self.deepest_first[rank]:
             number = self.backwards[chunk]
-            if number < self.microbatches and (arrival := max(self.gradients[chunk][number], free)) < start:
-                start, at = arrival, chunk
-        return Choice(start, "I", at)
+            if number < self.microbatches:
+                arrival = self.gradients[chunk][number]
+                if arrival < free:
+                    arrival = free
+                if arrival < start:
+                    start, at = arrival, chunk
+        return start, at
 
     def run(self, rank: int, kind: ActionKind, chunk: int) -> None:
         """Run a chunk's next action of a kind as soon as its rank is free."""
@@ -97,7 +107,7 @@ class Progress:
         else:
             (_, i), seconds = self.deferred[rank].popleft(), order.wgrad[chunk]
         end = self.free[rank] = self.free[rank] + seconds
-        self.rows[rank].append(Action(kind, chunk, i))
+        self.rows[rank].append(action(kind, chunk, i))
         self.last_kind[rank] = kind
         if kind == "F":
             self.kept[rank] += 1
@@ -115,6 +125,9 @@ class Progress:
             self.kept[rank] -= 1
 
 
+action = lru_cache(maxsize=16384)(Action)  # to make one takes as long as to choose it
+
+
 @lru_cache(maxsize=256)
 def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
     """The schedule of every rank.
@@ -124,20 +137,20 @@ def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
     """
     progress = Progress(order, pp, microbatches)
     choices = [progress.next_choice(rank) for rank in range(pp)]
-    while True:
-        rank = min(range(pp), key=lambda r: choices[r].start)
-        if choices[rank].start == inf:
-            break
-        start, kind, chunk = choices[rank]
-        changed = {rank}
+    starts = [choice.start for choice in choices]
+    while (start := min(starts)) < inf:
+        rank = starts.index(start)
+        _, kind, chunk = choices[rank]
+        changed = [rank]
         if kind is None:
             progress.free[rank] = start
         else:
             progress.run(rank, kind, chunk)
             if kind != "W":
-                changed.add((rank + (1 if kind == "F" else -1)) % pp)  # gets a tensor
+                changed.append((rank + (1 if kind == "F" else -1)) % pp)  # gets a tensor
         for other in changed:
-            choices[other] = progress.next_choice(other)
+            choices[other] = choice = progress.next_choice(other)
+            starts[other] = choice.start
     if sum(map(len, progress.rows)) < 3 * progress.num_chunks * microbatches:
         raise ScheduleError(
             f"No order of {progress.num_chunks} chunks on {pp} ranks keeps at most {order.max_in_flight} activations. "

@@ -7,12 +7,13 @@ from typing import Literal
 
 import pulp
 
-from autopar.errors import UsageError
+from autopar.errors import SEE_DOCTOR, UsageError
 
 SolverName = Literal["HiGHS", "CBC"]
 
 # Solvers meet constraints and integrality to 1e-6 in the program's unit, which is about the result's.
 SOLVER_TOLERANCE = 1e-5
+EXAMPLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def default_solver() -> SolverName:
     if pulp.PULP_CBC_CMD(msg=False).available():
         return "CBC"
     raise UsageError(
-        "No integer-programming solver is installed: neither HiGHS nor CBC was found. `pip install highspy`."
+        "No integer-programming solver is installed: neither HiGHS nor CBC was found. `pip install highspy`. "
+        f"{SEE_DOCTOR}"
     )
 
 
@@ -65,6 +67,24 @@ def run(lp: pulp.LpProblem, solver: SolverName, gap: float, time_limit_seconds: 
         value = value_of(lp.objective) if lp.sol_status == pulp.LpSolutionOptimal else 0.0
         bound = value * (1 - gap)
     return Outcome(found, bound, lp.sol_status == pulp.LpSolutionInfeasible)
+
+
+def solve_example() -> SolverName:
+    """Solver that has solved a program of three variables: the cheapest of three items that weigh at least 4 together.
+
+    Raises:
+        UsageError: no solver is installed, or its solution is wrong.
+    """
+    solver, costs, weights, cheapest = default_solver(), (3, 4, 8), (2, 3, 5), 7.0
+    program = pulp.LpProblem("example", pulp.LpMinimize)
+    chosen = [program.add_variable(f"x{number}", cat="Binary") for number in range(len(costs))]
+    program += pulp.lpSum(cost * x for cost, x in zip(costs, chosen, strict=True))
+    program += pulp.lpSum(weight * x for weight, x in zip(weights, chosen, strict=True)) >= 4
+    outcome = run(program, solver, 0.0, EXAMPLE_SECONDS)
+    cost = value_of(program.objective) if outcome.found else None
+    if cost is None or abs(cost - cheapest) > SOLVER_TOLERANCE:
+        raise UsageError(f"{solver} solves a program of three variables wrongly: {cost} instead of {cheapest}.")
+    return solver
 
 
 # highspy.SolutionStatus.kSolutionStatusFeasible, written out because highspy may be missing.

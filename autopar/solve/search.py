@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import ModelInfo, SolverInfo
+from autopar.ir.status import doing
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SOLVER_TOLERANCE
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
@@ -214,6 +215,7 @@ def finish(bounds: LowerBounds, chosen: Candidate, refine: Refine | None) -> tup
         UsageError, InfeasibleError: as `solve_cuts`.
     """
     problem, setting = chosen.problem, bounds.setting
+    doing(f"choosing the final cuts of {chosen.point.mesh}")
     cuts = solve_cuts(setting, problem, chosen.stage_of)
     decision = Decision(problem, chosen.priced, cuts.stage_of)
     if problem.tp == 1:

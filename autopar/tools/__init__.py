@@ -9,6 +9,7 @@ Folders in reading order:
 - `simulate/`: the timeline and the memory of a planned step, without devices.
 - `parity/`: the proof that a split model computes what one device computes.
 - `bench/`: measured speed and memory, compared with predictions and with other libraries.
+- `doctor/`: whether this machine is fit for training.
 - `report/`: the tables, pictures and Chrome traces of these results.
 
 ``autopar explain plan.json`` and ``autopar simulate plan.json`` need neither the model nor a device.

@@ -15,6 +15,7 @@ from autopar.ir.graph import Graph, Mode
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Precision
 from autopar.ir.pytree import unflatten
+from autopar.ir.status import doing
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
 from autopar.trace.passes import bf16_params
@@ -49,6 +50,7 @@ def lower_model(
         TraceError: the model cannot be traced, or its weights share memory.
         UsageError: it cannot compute in this precision.
     """
+    doing(f"tracing {name}")
     low = low_param_dtype(precision)
     traced, traced_call = (model, call) if low is None else in_low_dtype(model, call, low)
     try:

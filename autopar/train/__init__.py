@@ -3,15 +3,16 @@
 Question: how is a `ParallelModel` trained so that nothing depends on the plan? In: a parallel model, a data set by
 name, flags in timm's names. Out: a run folder with logs, checkpoints and weights.
 
-Read in this order: ``loop`` (`Trainer`), ``callbacks``, ``evaluation``, ``run/`` (what is on disk), ``data/`` (the same
-images on every mesh), ``optim`` and ``schedules`` (timm's, by name), ``rank_zero``, ``progress``.
+Read in this order: ``loop`` (`Trainer`), ``callbacks``, ``evaluation``, ``run/`` (what is on disk), ``trackers/``
+(TensorBoard, Weights & Biases, MLflow), ``data/`` (the same images on every mesh), ``optim`` and ``schedules`` (timm's,
+by name), ``rank_zero``, ``progress``.
 
 Example: ``print(load_data("digits", Wanted(side=8, channels=1)))`` prints::
 
     digits: 1,438 training and 359 test images of 1×8×8, 10 classes
 """
 
-from autopar.train.callbacks import Callback, Checkpoints, JsonLog, TensorBoard
+from autopar.train.callbacks import Callback, Checkpoints, JsonLog
 from autopar.train.data.datasets import DATASETS, OF_OWN_SIZE, Data, load_data
 from autopar.train.data.loader import Batch, PartLoader, evaluation_loader, micro_batch, training_loader
 from autopar.train.data.mixup import Mixup
@@ -46,6 +47,10 @@ from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 from autopar.train.run.state import SavedRun, latest, read_run
 from autopar.train.run.weights import exported_updates, load_weights, save_weights
 from autopar.train.schedules import Schedule, schedule
+from autopar.train.trackers.mlflow_run import Mlflow
+from autopar.train.trackers.tensorboard import TensorBoard
+from autopar.train.trackers.tracker import Tracker
+from autopar.train.trackers.wandb_run import Wandb
 
 __all__ = [
     "BEST",
@@ -66,6 +71,7 @@ __all__ = [
     "Evaluation",
     "JsonLog",
     "Mixup",
+    "Mlflow",
     "ModelConfig",
     "PartLoader",
     "PartSampler",
@@ -76,8 +82,10 @@ __all__ = [
     "StepReport",
     "TensorBoard",
     "TimmOptimizer",
+    "Tracker",
     "Trainer",
     "TrainerView",
+    "Wandb",
     "Wanted",
     "check_free",
     "evaluate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from autopar.train.rank_zero import is_rank_zero, run_on_rank_zero
 from autopar.train.run.folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
 from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 from autopar.train.run.state import read_run
-from autopar.train.timm_optional import needed
 
 
 class Callback(Protocol):
@@ -82,7 +80,8 @@ class JsonLog(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.steps, self.epochs = folder / STEPS, folder / EPOCHS
+        self.steps: Path = folder / STEPS
+        self.epochs: Path = folder / EPOCHS
 
     def on_start(self, trainer: TrainerView) -> None:
         """Raise a UsageError if another run is in the folder."""
@@ -125,41 +124,6 @@ def lines_until(path: Path, update: int) -> list[str]:
     return kept
 
 
-class TensorBoard(Callback):
-    """Writes scalars for TensorBoard: loss and learning rate of each step, all metrics of each epoch."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raise a UsageError if tensorboard is not installed."""
-        needed("tensorboard", "TensorBoard logging")
-        self.folder = folder
-        self.writer: Any = None
-
-    def on_start(self, trainer: TrainerView) -> None:
-        if is_rank_zero():
-            make = needed("torch.utils.tensorboard", "TensorBoard logging", "tensorboard").SummaryWriter
-            self.writer = make(str(self.folder), purge_step=trainer.position.update + 1)
-
-    def on_step(self, trainer: TrainerView, report: StepReport) -> None:
-        del trainer
-        self.write("train", {"loss": report.loss, "lr": report.lr}.items(), report.update)
-
-    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
-        del trainer
-        self.write("epoch", asdict(report).items(), report.update)
-
-    def write(self, group: str, figures: Iterable[tuple[str, float | None]], update: int) -> None:
-        """Write the values that are not None."""
-        if self.writer is not None:
-            for name, value in figures:
-                if value is not None:
-                    self.writer.add_scalar(f"{group}/{name}", value, update)
-
-    def on_end(self, trainer: TrainerView) -> None:
-        del trainer
-        if self.writer is not None:
-            self.writer.close()
-
-
 class Checkpoints(Callback):
     """Saves checkpoints ``last`` and ``best`` in a folder after each epoch.
 
@@ -173,7 +137,9 @@ class Checkpoints(Callback):
         if every is not None and every < 1:
             raise UsageError(f"A checkpoint every {every} updates: it must be at least 1.")
         check_keep(keep)
-        self.folder, self.every, self.keep = folder, every, keep
+        self.folder: Path = folder
+        self.every: int | None = every
+        self.keep: int = keep
 
     def on_start(self, trainer: TrainerView) -> None:
         """Raise a UsageError if another run is in the folder."""

@@ -106,12 +106,16 @@ class Trainer:
         """
         if epochs < 1 or grad_accum_steps < 1:
             raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
-        self.pm, self.epochs, self.grad_accum_steps = pm, epochs, grad_accum_steps
-        self.train_loader = as_loader(train_loader)
-        self.eval_loader = as_loader(eval_loader) if eval_loader is not None else None
-        self.schedule, self.ema, self.scores = schedule, ema, scores
-        self.callbacks = tuple(callbacks)
-        self.settings = json.loads(json.dumps(dict(settings or {})))  # normalized as in a checkpoint
+        self.pm: ParallelModel = pm
+        self.epochs: int = epochs
+        self.grad_accum_steps: int = grad_accum_steps
+        self.train_loader: Loader = as_loader(train_loader)
+        self.eval_loader: Loader | None = as_loader(eval_loader) if eval_loader is not None else None
+        self.schedule: SchedulerSteps = schedule
+        self.ema: bool = ema
+        self.scores: Callable[[Any], torch.Tensor] = scores
+        self.callbacks: tuple[Callback, ...] = tuple(callbacks)
+        self.settings: Mapping[str, Any] = json.loads(json.dumps(dict(settings or {})))  # normalized as in a checkpoint
         steps = len(self.train_loader) // grad_accum_steps
         if steps == 0:
             raise UsageError(
@@ -122,15 +126,18 @@ class Trainer:
             check_equal_parts(train_loader, steps * grad_accum_steps, pm.plan.mesh.dp // pm.data_size)
         if eval_loader is not None:
             pm.check_evaluates()
-        self.position, self.running = RunPosition(1, 0, steps), EpochSums()
+        self.position: RunPosition = RunPosition(1, 0, steps)
+        self.running: EpochSums = EpochSums()
         self.history: list[EpochReport] = []
         self.best: float | None = None
-        self.peak_bytes = 0
+        self.peak_bytes: int = 0
         self.checkpoint: Path | None = None  # the last checkpoint written or read
         self.saved: RunPosition | None = None  # position of that checkpoint
         self.resumed: Path | None = None  # the checkpoint that the run resumes
         self.run_folders: set[Path] = set()  # folders that callbacks use for this run; a later fit() may use them again
-        self.interrupt = Interrupt()
+        self.run_ids: dict[str, str] = {}  # of this run in trackers, by the tracker's name
+        self.error: BaseException | None = None  # ends the training
+        self.interrupt: Interrupt = Interrupt()
         self.launched: deque[LaunchedUpdate] = deque()  # updates that are not reported to callbacks yet
         self.elapsed: Callable[[], float] = lambda: 0.0  # seconds since the start of the epoch
 
@@ -152,7 +159,7 @@ class Trainer:
         with ExitStack() as ends:
             self.interrupt = ends.enter_context(deferred_interrupts())
             for callback in self.callbacks:
-                ends.callback(callback.on_end, self)
+                ends.push(partial(self.end, callback))
                 callback.on_start(self)
             try:
                 while self.position.epoch <= self.epochs:
@@ -173,6 +180,14 @@ class Trainer:
                 message = f"{error} The training until then is saved in {self.checkpoint}."
                 raise UnreadableDataError(message) from error
         return self.history
+
+    def end(
+        self, callback: Callback, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Run a callback's `on_end`, when `fit` is left with this error or with None."""
+        del kind, trace
+        self.error = error
+        callback.on_end(self)
 
     def end_early(self) -> None:
         """Report updates and run `on_interrupt` hooks between two updates, or in an evaluation."""
@@ -345,7 +360,7 @@ class Trainer:
             TrainingError: the loss of one of them is not finite; nothing was written.
         """
         self.report_steps(all_of_them=True)
-        run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
+        run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings, self.run_ids)
         self.pm.save_checkpoint(folder, run.to_extra(), keep)
         self.checkpoint, self.saved = Path(folder), self.position
         for callback in self.callbacks:
@@ -384,7 +399,7 @@ class Trainer:
         run.check(self.settings, self.position.steps, folder)
         self.pm.load_checkpoint(folder)
         self.position, self.running, self.best = run.position, run.running, run.best
-        self.history = list(run.history)
+        self.history, self.run_ids = list(run.history), dict(run.run_ids)
         self.checkpoint = self.resumed = Path(folder)
         self.saved = self.position
 

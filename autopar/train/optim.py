@@ -13,16 +13,9 @@ from torch import nn
 
 from autopar.api.model_source import need
 from autopar.errors import UsageError, suggest
+from autopar.runtime.optim.param_groups import ParamGroup, grouped
 from autopar.runtime.spec import Parameters
 from autopar.train.timm_optional import needed
-
-
-@dataclass(frozen=True)
-class ParamGroup:
-    """Parameters by original name, and their common options (``weight_decay``, ``lr_scale``, …)."""
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,9 +39,7 @@ class TimmOptimizer:
             UsageError: no name matches: the groups belong to another model.
         """
         known = dict(parameters.named_parameters())
-        groups: list[dict[str, Any]] = [
-            {"params": [known[n] for n in group.names if n in known], **group.options} for group in self.groups
-        ]
+        groups = grouped(known, self.groups)
         if not any(group["params"] for group in groups):
             raise UsageError(
                 f"None of the {sum(len(g.names) for g in self.groups)} parameters that {self.name} has groups for is "

@@ -1,10 +1,12 @@
-"""Progress display of a training run: one live line in a terminal, otherwise a line per epoch."""
+"""Progress display of a training run: one live line in a terminal or notebook, otherwise a line per epoch."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from autopar.ir.notebook import NotebookBar
+from autopar.ir.terminal import progress_console
 from autopar.ir.units import BYTES, percent, text
 from autopar.train.callbacks import Callback
 from autopar.train.rank_zero import is_rank_zero
@@ -19,14 +21,16 @@ class ProgressBar(Callback):
     """
 
     def __init__(self) -> None:
-        self.console = Console(quiet=not is_rank_zero(), highlight=False)
-        self.bar = Progress(
+        self.console: Console = progress_console(stderr=False, quiet=not is_rank_zero())
+        self.bar: Progress = Progress(
             TextColumn("{task.description}"), BarColumn(None), TimeRemainingColumn(compact=True),
-            console=self.console, disable=not self.console.is_terminal or not is_rank_zero(),
+            console=self.console, disable=not self.console.is_interactive or not is_rank_zero(),
         )  # fmt: skip
-        self.task = self.bar.add_task("")
-        self.accuracy = f"{'–':>7}"
-        self.memory_prefix = ""
+        self.notebook: NotebookBar = NotebookBar(self.bar)
+        self.is_live: bool = self.console.is_interactive or self.notebook.is_shown
+        self.task: TaskID = self.bar.add_task("")
+        self.accuracy: str = f"{'–':>7}"
+        self.memory_prefix: str = ""
 
     def on_start(self, trainer: TrainerView) -> None:
         done = trainer.position
@@ -36,19 +40,22 @@ class ProgressBar(Callback):
         text = f"epoch {done.epoch}/{trainer.epochs}"
         if trainer.pm.compiled:
             text += "  the first step compiles the model"
-            if not self.console.is_terminal:
+            if not self.is_live:
                 self.console.print(text)
         self.bar.update(self.task, total=trainer.epochs * done.steps, completed=done.update, description=text)
         self.bar.start()
+        self.notebook.refresh(now=True)
 
     def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         self.bar.update(self.task, completed=report.update, description=self.line(trainer.epochs, report))
+        self.notebook.refresh()
 
     def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         self.accuracy = accuracy_text(report)
         line = self.line(trainer.epochs, report)
         self.bar.update(self.task, description=line)
-        if not self.console.is_terminal:
+        self.notebook.refresh(now=True)
+        if not self.is_live:
             self.console.print(line, soft_wrap=True)
 
     def on_end(self, trainer: TrainerView) -> None:

@@ -518,7 +518,7 @@ def test_names_of_options_are_in_lower_case():
     names = [
         name for command in commands for option in command.params for name in (*option.opts, *option.secondary_opts)
     ]
-    assert len(commands) == 11 and {"--name", "--devices", "-o"} <= set(names)
+    assert len(commands) == 13 and {"--name", "--devices", "-o"} <= set(names)
     assert [name for name in names if name != name.lower()] == []
 
 

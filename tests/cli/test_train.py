@@ -346,6 +346,7 @@ def test_classes_and_size_reach_models_that_pass_arguments_on(name: str) -> None
         ("scale = 0.5", "scale must be a list, such as [1, 2]; it is 0.5."),
         ("epochs 3", "is not a TOML file"),
         ('data = "wds:pipe:rm x"', "opens the address wds:pipe:rm x by a command of the shell, which a file must not"),
+        ("log-wandb = true", "a file must not decide where to write. Give --log-wandb on the command line."),
         ('val-split = "https://x/1.tar"', "which a file must not choose. Give --val-split on the command line."),
     ],
 )
@@ -377,6 +378,11 @@ IDLE = {
     "--decay-milestones 2 --sched poly": "--sched multistep",
     "--decay-rate 0.5": "--sched step, multistep, plateau, poly",
     "--sched-on-updates --sched onecycle": "--sched cosine, tanh",
+    "--wandb-project vit": "--log-wandb",
+    "--wandb-tags a b": "--log-wandb",
+    "--wandb-resume-id abc": "--log-wandb",
+    "--mlflow-experiment vit": "--log-mlflow",
+    "--upload-checkpoints": "--log-wandb or --log-mlflow",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import math
 import re
 import runpy
@@ -88,7 +89,7 @@ def test_an_example_does_not_replace_its_earlier_run(tmp_path: Path) -> None:
         for more in ((), (), ("--overwrite",))
     )
     assert first.returncode == third.returncode == 0, first.stderr + third.stderr
-    assert second.stderr.startswith("error: runs/vit-pipeline holds a run already: checkpoint last after 4 updates, ")
+    assert "error: runs/vit-pipeline holds a run already: checkpoint last after 4 updates, " in second.stderr
 
 
 @pytest.mark.full
@@ -131,6 +132,47 @@ def test_vit_large_batch() -> None:
     text = printed("vit_large_batch.py", *SMALL_VIT, *flags)
     assert [1.5 < loss < 3.5 for loss in column("loss", text)] == [True] * 2, text
     assert column("lr", text)[1] > 1e-3, text
+
+
+# -- configured by Hydra ----------------------------------------------------------------------------------------------
+
+FEW = ("data.wanted.num_train=64", "data.wanted.num_test=32", "model.depth=2", "schedule=constant")
+
+
+def hydra(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> str:
+    """Output of examples/hydra_train.py on few images, started in a folder."""
+    command = [sys.executable, *launcher, str(EXAMPLES / "hydra_train.py"), *overrides, *FEW]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def logged(job: Path) -> list[float]:
+    """Loss of each step of a job."""
+    return [json.loads(line)["loss"] for line in (job / "steps.jsonl").read_text().splitlines()]
+
+
+def test_hydra_composes_the_training_and_closes_each_job(tmp_path: Path) -> None:
+    overrides = ("model=vit_tiny", "optimizer.lr=1e-3", "parallel=single,tensor", "epochs=1")
+    text = hydra(tmp_path, "-m", *overrides, "hydra.sweep.dir=jobs")
+    meshes = re.findall(r"^mesh        (pp \d × tp \d × dp \d)", text, re.MULTILINE)
+    assert meshes == ["pp 1 × tp 1 × dp 1", "pp 1 × tp 2 × dp 1"]
+    jobs = [tmp_path / "jobs" / str(number) for number in range(2)]
+    for job in jobs:
+        assert {"last", "best", "history.jsonl", ".hydra", "hydra_train.log"} <= {path.name for path in job.iterdir()}
+        assert json.loads((job / "steps.jsonl").read_text().splitlines()[0])["lr"] == 1e-3
+        assert "The plan, and results in" in (job / "hydra_train.log").read_text()
+    assert logged(jobs[0]) == pytest.approx(logged(jobs[1]), rel=1e-5)
+
+
+@pytest.mark.full
+def test_hydra_goes_on_in_a_run_folder_under_torchrun(tmp_path: Path) -> None:
+    same = ("optimizer=lamb", "hydra.run.dir=run")
+    hydra(tmp_path, "parallel=pipeline", "+parallel.schedule=1f1b", "epochs=1", *same)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    text = hydra(tmp_path, "parallel=data", "epochs=2", *same, launcher=launcher)
+    assert "epoch 2/2" in text and "epoch 1/2" not in text and text.count("mesh        pp 1 × tp 1 × dp 2") == 1
+    assert len(logged(tmp_path / "run")) == 4
 
 
 # -- compared with one device ------------------------------------------------------------------------------------------

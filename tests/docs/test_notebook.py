@@ -96,6 +96,7 @@ def interrupt(kernel: int, reached: Path) -> None:
 
 def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.setenv("AUTOPAR_QUIET", "1")  # a busy machine's plans take long enough to say what they do
     sources = [DEFINE, TRAIN, ALONE, INTERRUPTED, AGAIN]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})

@@ -18,9 +18,10 @@ LAYERS = {
     "measure": 5,
     "api": 6,
     "train": 7,
-    "autopar": 8,
-    "tools": 9,
-    "__main__": 10,
+    "integrations": 8,
+    "autopar": 9,
+    "tools": 10,
+    "__main__": 11,
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

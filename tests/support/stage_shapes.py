@@ -24,14 +24,13 @@ from autopar.api.planning.costs import PlanCosts
 from autopar.api.planning.plan import (
     MIN_BATCH_NORM_SAMPLES,
     PlanRequest,
-    constraints_of,
     example_call,
     lower_example,
     model_info,
-    without_cycle_collection,
 )
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
+from autopar.ir.cycle_collection import without_cycle_collection
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.network import Network, Port
@@ -152,7 +151,7 @@ class Question:
         """The setting of a search for so many devices, and so many images of each."""
         has_batch_norm = any(op.mutates and "batch_norm" in op.target for op in self.graph.ops)
         least = MIN_BATCH_NORM_SAMPLES if has_batch_norm else 1
-        asked = replace(constraints_of(self.request.options, devices, images * devices), least_samples=least)
+        asked = replace(self.request.options.constraints(devices, images * devices), least_samples=least)
         return Setting(self.graph, self.hardware, model_info(self.request, self.graph), asked, self.costs)
 
     def plan(self, setting: Setting) -> Planned:

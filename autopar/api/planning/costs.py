@@ -89,7 +89,7 @@ class PlanCosts:
         self.factors: dict[MeasuredConfig, Factors] = {}
         self.facts, self.segments = facts_and_segments(graph, hardware)
         self.unsharded_model = Sharded({}, {}, graph, self.facts, self.segments)
-        self.cache: dict[tuple, Any] = {}
+        self.cache: dict[tuple[Any, ...], Any] = {}
 
     def floor_seconds(self, axes: TensorAxes, size: int) -> float:
         """Lower bound of one microbatch's time on all stages, second: evenly split operations and free collectives.
@@ -270,7 +270,7 @@ class PlanCosts:
             levels.insert(0, AxisSharding(self.pricing(axes[:number], size), outside.graph, outside.storage))
         return block_shardings(levels)
 
-    def memoized(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def memoized(self, key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The cached result of ``make(…)`` for a key."""
         if key not in self.cache:
             self.cache[key] = make(*arguments, **named)

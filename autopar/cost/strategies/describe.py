@@ -11,6 +11,7 @@ from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, r
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.strategies.rule_cache import RuleCache
+from autopar.ir.blocks import blocks_of, name_outside_modules
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.layout import Layout, pattern_of
 from autopar.ir.plan_parts import BlockSharding, Collective
@@ -257,27 +258,12 @@ def collectives_inside(op: Op, pricing: Pricing) -> Iterator[Collective]:
         yield Collective(pattern_of(op.name), exchange.kind, direction, round(num_bytes), seconds)
 
 
-def blocks_of(graph: Graph) -> Iterator[str]:
-    """Name of each operation's block: its innermost repeated module, else its module, else the operation's name."""
-    paths = [op.module.split(".") if op.module else [] for op in graph.ops]
-    inner = {tuple(path[:n]) for path in paths for n in range(1, len(path))}
-    for op, path in zip(graph.ops, paths):
-        ends = [n for n in range(1, len(path) + 1) if path[n - 1].isdigit() and tuple(path[:n]) in inner]
-        yield ".".join(path[: ends[-1]] if ends else path) or name_outside_modules("", op, graph)
-
-
 def name_in_block(block: str, op: Op, graph: Graph) -> str:
     """Name of an operation within its block: its module there, or its own name if it lies directly in the block."""
     inside = op.module.removeprefix(block).lstrip(".")
     last = op.module.rpartition(".")[2]
     # A module that is a block by itself and not a number, such as a norm outside of all blocks, keeps its name.
     return inside or (last if last and not last.isdigit() else name_outside_modules(block, op, graph))
-
-
-def name_outside_modules(block: str, op: Op, graph: Graph) -> str:
-    """Name of the weight that an operation applies, such as ``pos_embed``; of the operation if there is none."""
-    weights = (name for name in op.reads if name in graph.weight and name.rpartition(".")[2] not in ("weight", "bias"))
-    return next(weights, op.name).removeprefix(f"{block}.")
 
 
 def merge_names(names: Sequence[str], listed: bool = False) -> str:

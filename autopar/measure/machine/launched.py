@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.errors import UsageError, WorkerError
+from autopar.errors import SEE_DOCTOR, UsageError, WorkerError
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import Case
 from autopar.measure.machine.collectives import CONTROL_BACKEND, TIMEOUT
@@ -88,7 +88,7 @@ class LaunchedRanks:
             reason = str(error).splitlines()[0]
             raise WorkerError(
                 f"Rank {self.worker.rank} failed while measuring {present or 'nothing yet'}: "
-                f"{type(error).__name__}: {reason}.{remedy}"
+                f"{type(error).__name__}: {reason}.{remedy} {SEE_DOCTOR}"
             ) from error
 
 

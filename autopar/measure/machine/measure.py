@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.errors import WorkerError
+from autopar.errors import SEE_DOCTOR, WorkerError
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import Case
 from autopar.measure.machine.points import MeasuredPoint, append_point, save_points
@@ -66,11 +66,11 @@ def measure(
         raise WorkerError(
             f"Rank {exit.failed_rank} failed while measuring {present or 'nothing yet'}: "
             f"{exit.last_lines[exit.failed_rank]}. The points so far are in {file}; run the same command again to go "
-            "on."
+            f"on. {SEE_DOCTOR}"
         )
     if exit.timed_out:
         raise WorkerError(
             f"Nothing was measured in {LIMIT_SECONDS:.0f} s; rank 0 was at: {present or 'its start'}. The points so "
-            f"far are in {file}. Run the same command again to go on, or leave the kind out with --only."
+            f"far are in {file}. Run the same command again to go on, or leave the kind out with --only. {SEE_DOCTOR}"
         )
     progress(len(cases), "")

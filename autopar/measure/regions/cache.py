@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from autopar.errors import CacheWarning, UsageError, caller_level
+from autopar.errors import SEE_DOCTOR, CacheWarning, UsageError, caller_level
 
 FOLDER_VARIABLE = "AUTOPAR_CACHE"
 SETTING = "setting.txt"
@@ -99,7 +99,7 @@ class TimesCache:
         except OSError as error:
             raise UsageError(
                 f"Cannot keep measured times in {self.folder}: {error.strerror}. Set {FOLDER_VARIABLE} to a folder "
-                "that can be written to, or plan with cost='analytic'."
+                f"that can be written to, or plan with cost='analytic'. {SEE_DOCTOR}"
             ) from error
 
     def path(self, name: str) -> Path:

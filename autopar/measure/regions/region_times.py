@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,12 @@ from math import inf, nan
 from time import monotonic
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.errors import MeasuringWarning, UsageError, WorkerError, caller_level
+from autopar.errors import SEE_DOCTOR, MeasuringWarning, UsageError, WorkerError, caller_level
 from autopar.ir.hardware import Hardware
 from autopar.ir.plan_parts import CostSource
 from autopar.ir.program import Program
+from autopar.ir.status import doing
 from autopar.ir.tensor_axes import TensorAxes
 from autopar.ir.units import percent, plural
 from autopar.measure.device import RegionSetting, region_setting
@@ -153,7 +151,7 @@ class RegionTimer:
             if failure and self.budget_seconds == inf:
                 raise WorkerError(
                     f"{failure} What was measured before is kept in {self.cache.folder}. Plan again, or with "
-                    "cost='analytic' (--cost analytic)."
+                    f"cost='analytic' (--cost analytic). {SEE_DOCTOR}"
                 )
             if failure:
                 failures.append(failure)
@@ -197,12 +195,9 @@ class RegionTimer:
         limits, end = WorkerLimits(LIMIT_SECONDS, total_seconds=limit_seconds), monotonic() + limit_seconds
         shown = what if limit_seconds == inf else f"{what} for at most {limit_seconds:.0f} s"
         self.progress(0, len(keys), shown)
-        try:
-            exit = run_workers(
-                WORKER, task, setting.processes, setting.threads or None, limits, on_result, name="measuring"
-            )
-        finally:
-            self.progress(len(keys), len(keys), shown)  # also removes the bar after a failure or Ctrl-C
+        exit = run_workers(
+            WORKER, task, setting.processes, setting.threads or None, limits, on_result, name="measuring"
+        )
         if done < len(keys) and not (exit.timed_out and monotonic() >= end):
             problem = f"had no result in {LIMIT_SECONDS:.0f} s" if exit.timed_out else "ended"
             last_line = exit.last_lines[exit.failed_rank or 0]
@@ -295,7 +290,7 @@ def region_timer_for(
     return (
         None
         if cache.is_empty and not budget_seconds
-        else RegionTimer(setting, cache, RegionProgressBar(), budget_seconds)
+        else RegionTimer(setting, cache, show_progress, budget_seconds)
     )
 
 
@@ -329,24 +324,6 @@ def device_mismatch(hardware: Hardware, backend: str | None) -> str:
     return ""
 
 
-class RegionProgressBar:
-    """The progress callback of a `RegionTimer`; the bar appears with the first region and disappears after the last."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
-        self.bar: Progress | None = None
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        if not self.console.is_terminal:
-            if done == 0:
-                print(f"timing {plural(total, 'region')} of {what}", file=sys.stderr)
-            return
-        if done == 0:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-            self.bar = Progress(*columns, console=self.console, transient=True)
-            self.bar.start()
-            self.bar.add_task(f"timing {what}", total=total)
-        assert self.bar is not None
-        self.bar.update(self.bar.task_ids[0], completed=done)
-        if done == total:
-            self.bar.stop()
+def show_progress(done: int, total: int, what: str) -> None:
+    """The progress callback of a `RegionTimer` that changes the status."""
+    doing(f"timing regions of {what}: {done} of {total} done")

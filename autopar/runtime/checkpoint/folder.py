@@ -20,7 +20,7 @@ from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 
-from autopar.errors import CheckpointError
+from autopar.errors import SEE_DOCTOR, CheckpointError
 from autopar.ir.checkpoint_header import CHECKPOINT_VERSION, HERE, Header, SavedFile
 from autopar.ir.files import TEMPORARY, replacing, sync
 from autopar.ir.units import plural
@@ -117,7 +117,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"Cannot copy the checkpoint in {source} to {target}: {error.strerror}. "
-            "Make room, or choose another folder."
+            f"Make room, or choose another folder. {SEE_DOCTOR}"
         ) from error
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from autopar.errors import CheckpointError
+from autopar.errors import SEE_DOCTOR, CheckpointError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.units import BYTES, text
 from autopar.runtime.checkpoint.folder import check_hashes, check_sizes, is_checkpoint, on_all_nodes, read_header
@@ -197,7 +197,7 @@ def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: Checkp
         free = text(shutil.disk_usage(existing).free, BYTES)
         needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
         nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
-        remedy = f"{needed}{before}Make room, or choose another folder{nodes}, and save again."
+        remedy = f"{needed}{before}Make room, or choose another folder{nodes}, and save again. {SEE_DOCTOR}"
     else:
         remedy = f"{before}Training can go on; mend the state_dict() of the optimizer or the scheduler that raised it."
     return CheckpointError(

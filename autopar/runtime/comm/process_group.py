@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import UsageError
+from autopar.errors import SEE_DOCTOR, UsageError
 from autopar.runtime.comm.protocols import (
     CHECKPOINT_SECONDS,
     GatherHandle,
@@ -31,7 +31,7 @@ from autopar.runtime.comm.symmetric_p2p import PeerAccess, SymmetricMemory, gath
 
 NO_SYMMETRIC_MEMORY = (
     'transport="symmetric" needs GPUs of one host that can write into each other\'s memory (over NVLink, say), all '
-    "visible to every rank. Leave it out: NCCL carries the tensors then."
+    f"visible to every rank. Leave it out: NCCL carries the tensors then. {SEE_DOCTOR}"
 )
 
 
@@ -55,7 +55,7 @@ def check_default_group(rank: int, world: int, device: torch.device) -> None:
     if "gloo" not in backends and "nccl" not in backends:
         raise UsageError(f"The default process group has the backends {backends}, neither Gloo nor NCCL. {remedy}")
     if device.type == "cuda" and not dist.is_nccl_available():
-        raise UsageError('This build of torch has no NCCL for GPUs. Pass backend="gloo" to run on CPU.')
+        raise UsageError(f'This build of torch has no NCCL for GPUs. Pass backend="gloo" to run on CPU. {SEE_DOCTOR}')
 
 
 class ProcessGroupTransport:

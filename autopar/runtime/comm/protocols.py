@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
+if TYPE_CHECKING:  # names of transports are checked before torch is imported
+    import torch
 
 TransportName = Literal["auto", "nccl", "symmetric"]
 CHECKPOINT_SECONDS = 3600.0  # default of the longest wait for a rank in a save or load
 MessageBytes = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
 SendHandle = Callable[[], None]  # waits for an asynchronous call
-RecvHandle = Callable[[], torch.Tensor]  # waits and returns the received tensor
-GatherHandle = Callable[[], list[torch.Tensor]]  # waits and returns a tensor of each rank
+RecvHandle = Callable[[], "torch.Tensor"]  # waits and returns the received tensor
+GatherHandle = Callable[[], "list[torch.Tensor]"]  # waits and returns a tensor of each rank
 
 
 class TransportError(RuntimeError):

@@ -105,7 +105,7 @@ class CudaGraphCache:
 
     def __init__(self, rank: CapturableRank) -> None:
         self.rank = rank
-        self.cached_steps: OrderedDict[tuple, CachedStep] = OrderedDict()
+        self.cached_steps: OrderedDict[tuple[Any, ...], CachedStep] = OrderedDict()
         self.num_steps = 0
         self.learning_rates: list[
             Tensor

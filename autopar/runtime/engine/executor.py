@@ -47,6 +47,8 @@ from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
 
+# Called before each backward with the names of the weights that it reaches, and of those that no later one reaches.
+BackwardNotice = Callable[[Set[str], Sequence[str]], None]
 MAX_TENSORS_PER_PAIR = 1 << 11  # tensors of a microbatch from one chunk to another
 FLAGS_INDEX = MAX_TENSORS_PER_PAIR - 1  # index of the flags in tags, after all tensors of the pair
 
@@ -93,6 +95,7 @@ class BoundStep:
         self.saved: dict[Action, SavedForward] = {}  # by forward action
         self.captured: dict[Action, Captured] = {}  # tensors for gradients of weights, by the action that computes them
         self.results = self.no_results(len(chunks))
+        self.output_gradients: Sequence[Sequence[torch.Tensor | None]] = ()  # by microbatch and output, of the caller
         self.current_action: Action | None = None
         self.computing = False
         self.stopwatch = Stopwatch(device)
@@ -101,7 +104,9 @@ class BoundStep:
         self.loss_scale = 1.0
         self.after_backward: Callable[[], None] = lambda: None  # flushes gradients; set by the rank
         self.saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # of forwards; set by the rank
-        self.bucket_reads: Sequence[int] = ()  # reads of sharded parameters by the last run; kept by the rank
+        # Reads of sharded parameters by the last run, and by the last backwards that ran alone; kept by the rank.
+        self.bucket_reads: Sequence[int] = ()
+        self.backward_reads: Sequence[int] = ()
         self.sent: dict[SendKey, list[SendHandle]] = {}
         self.local_tensors: dict[tuple[int, int, int], torch.Tensor] = {}  # between own chunks: by (src, dst, tag)
         self.chunks = chunks
@@ -123,27 +128,64 @@ class BoundStep:
         self,
         data: StepData,
         keep_outputs: bool,
-        before_backward: Callable[[Set[str], Sequence[str]], None] | None = None,
+        before_backward: BackwardNotice | None = None,
     ) -> StepTensors:
-        """Losses and outputs of all actions. The step keeps none of them.
+        """Losses and outputs of all actions. The step keeps none of them."""
+        self.begin(data, keep_outputs)
+        self.run_actions(self.bound_actions, before_backward)
+        return self.end()
+
+    def run_forwards(self, data: StepData, keep_outputs: bool) -> StepTensors:
+        """Outputs of all forwards, whose backwards `run_backwards` runs later."""
+        self.begin(data, keep_outputs)
+        self.run_actions([bound for bound in self.bound_actions if bound.action.kind == "F"])
+        return self.end()
+
+    def run_backwards(
+        self,
+        output_gradients: Sequence[Sequence[torch.Tensor | None]],
+        before_backward: BackwardNotice | None = None,
+    ) -> None:
+        """Run all backwards after `run_forwards`.
 
         Args:
-            before_backward: called before each backward with the names of the weights that it reaches, and of those
-                that no later one reaches.
+            output_gradients: on the last stage, gradient of each output of each microbatch, where there is one.
         """
+        self.output_gradients = output_gradients
+        self.marks = []
+        self.run_actions([bound for bound in self.bound_actions if bound.action.kind != "F"], before_backward)
+        self.end()
+
+    def begin(self, data: StepData, keep_outputs: bool) -> None:
+        """Take a step's data, and drop the remains of a step that raised."""
         self.data, self.keep_outputs = data, keep_outputs
         self.results = self.no_results(len(self.chunks))
         self.marks = []
-        for state in (self.sent, self.saved, self.captured, self.local_tensors):  # of a step that raised
-            state.clear()
+        self.drop_saved()
         if self.batch_loss is not None:
             self.batch_loss.clear()
-        early, last = self.channel.posts_early, len(self.bound_actions) - 1
-        posted = self.bound_actions[0].post_receives() if self.bound_actions else []
+
+    def drop_saved(self) -> None:
+        """Drop what forwards have left for backwards."""
+        for state in (self.sent, self.saved, self.captured, self.local_tensors):
+            state.clear()
+
+    def end(self) -> StepTensors:
+        """Losses and outputs of the actions that have run."""
+        if self.batch_loss is not None:
+            self.batch_loss.clear()
+        self.data, self.output_gradients, self.current_action = NO_DATA, (), None
+        results, self.results = self.results, self.no_results(len(self.chunks))
+        return results
+
+    def run_actions(self, actions: Sequence[BoundAction], before_backward: BackwardNotice | None = None) -> None:
+        """Run actions in order; at the end all sends have been received."""
+        early, last = self.channel.posts_early, len(actions) - 1
+        posted = actions[0].post_receives() if actions else []
         with torch.set_grad_enabled(self.training):
-            for k, bound in enumerate(self.bound_actions):
+            for k, bound in enumerate(actions):
                 self.current_action = bound.action
-                following = self.bound_actions[k + 1].post_receives() if early and k < last else None
+                following = actions[k + 1].post_receives() if early and k < last else None
                 received = [receive() for receive in posted]
                 self.release_sends(bound.releases)
                 if before_backward is not None and bound.action.kind != "F":
@@ -153,13 +195,8 @@ class BoundStep:
                 self.computing = False
                 self.marks.append((bound.action, start, self.stopwatch.mark()))
                 if k < last:
-                    posted = following if following is not None else self.bound_actions[k + 1].post_receives()
+                    posted = following if following is not None else actions[k + 1].post_receives()
             self.release_sends(list(self.sent))
-        if self.batch_loss is not None:
-            self.batch_loss.clear()
-        self.data, self.current_action = NO_DATA, None
-        results, self.results = self.results, self.no_results(len(self.chunks))
-        return results
 
     def messages(self, actions: Sequence[Action]) -> tuple[MessageBytes, MessageBytes]:
         """Bytes of the tensors that a step receives from other ranks, and of those that it sends to other ranks."""
@@ -359,7 +396,7 @@ class BoundStep:
         return forward
 
     def finish_microbatch(
-        self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
+        self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list[Any], i: int
     ) -> None:
         """On the last stage: compute the loss of microbatch ``i``, and keep its outputs where they are wanted.
 
@@ -375,6 +412,8 @@ class BoundStep:
             loss = loss * self.data.shares[i]
             self.results.losses[i] = loss.detach()
             edges.append(gradient_edge(loss))
+        elif self.training:  # the caller computes the loss, and gives gradients of all outputs
+            edges += [gradient_edge(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         if self.keep_outputs:
             # While training, an output of an earlier stage may lie in memory that the next step overwrites.
             copy = torch.Tensor.clone if self.training else torch.Tensor.detach
@@ -383,7 +422,9 @@ class BoundStep:
             ]
 
     def loss_gradients(self, i: int) -> Sequence[torch.Tensor | None]:
-        """On the last stage: gradient of the loss of microbatch ``i``, or those of its outputs for a batch's loss."""
+        """On the last stage: gradient of the loss of microbatch ``i``, or those of its outputs for another loss."""
+        if self.output_gradients:
+            return [None if g is None else self.to_device(g) * self.loss_scale for g in self.output_gradients[i]]
         loss, own = self.results.losses[i], self.batch_loss
         if own is None:
             return () if loss is None else (torch.full_like(loss, self.loss_scale),)

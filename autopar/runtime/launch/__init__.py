@@ -11,5 +11,6 @@ Files in reading order:
 - worker processes: loopback (where they meet), fork_server with __main__ and preload, shared_memory and ipc (messages),
   worker (one rank's process), replies (waits for workers), interrupt (Ctrl-C), pool (all workers);
 - ranks without workers: spmd (this process is a rank), model_groups (process groups of several models), failure_watch
-  (failures on other nodes).
+  (failures on other nodes);
+- both: machine_fault (exceptions whose cause may be the machine).
 """

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
-import torch.distributed as dist
-
 from autopar.errors import UsageError
+
+if TYPE_CHECKING:  # reading a launcher's variables needs no torch
+    import torch.distributed as dist
 
 POLL_SECONDS = 0.05
 

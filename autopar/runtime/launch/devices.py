@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from autopar.errors import UsageError, caller_level
+from autopar.errors import SEE_DOCTOR, UsageError, caller_level
 from autopar.ir.hardware import Hardware
 from autopar.ir.network import Network, Port
 from autopar.ir.units import plural
@@ -112,7 +112,9 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
         check_world(launch, devices)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and gpus == 0:
-        raise UsageError('backend="nccl" needs GPUs and there is none here. Leave it out to run on CPU over Gloo.')
+        raise UsageError(
+            f'backend="nccl" needs GPUs and there is none here. Leave it out to run on CPU over Gloo. {SEE_DOCTOR}'
+        )
     if launch is None and (devices or 1) > 1:
         warn_of_idle_nodes(devices)
     if gpus == 0 or backend == "gloo":
@@ -121,12 +123,13 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
     if devices is not None and launch is None and devices > gpus:
         raise UsageError(
             f"devices={devices}, but this machine has {plural(gpus, 'GPU')}. "
-            f'Pass devices={gpus}, or backend="gloo" to try it on CPU processes.{slurm_hint()}'
+            f'Pass devices={gpus}, or backend="gloo" to try it on CPU processes.{slurm_hint()} {SEE_DOCTOR}'
         )
     if launch is not None and 1 < gpus <= launch.local_rank:
         raise UsageError(
             f"Rank {launch.rank} is number {launch.local_rank} of its node's {launch.local_world} processes, and the "
-            f'node has {gpus} GPUs. Start {gpus} processes per node, or pass backend="gloo" to try it on CPU.'
+            f'node has {gpus} GPUs. Start {gpus} processes per node, or pass backend="gloo" to try it on CPU. '
+            f"{SEE_DOCTOR}"
         )
     return Machine("nccl", "cuda", torch.get_num_threads(), launch)
 
@@ -189,10 +192,14 @@ def default_hardware_name(machine: Machine) -> str:
     if machine.device_type == "cpu":
         return "cpu-generic"
     name = torch.cuda.get_device_name()
-    for part, cost_model in DEVICE_COST_MODELS.items():
-        if part in name:
-            return cost_model
+    if (cost_model := gpu_cost_model(name)) is not None:
+        return cost_model
     warnings.warn(
         f"No cost model for {name}: planning with {DEFAULT_GPU_COST_MODEL}. Pass hardware=.", stacklevel=caller_level()
     )
     return DEFAULT_GPU_COST_MODEL
+
+
+def gpu_cost_model(name: str) -> str | None:
+    """Name of the cost model for GPUs of a name; None for an unknown one."""
+    return next((cost_model for part, cost_model in DEVICE_COST_MODELS.items() if part in name), None)

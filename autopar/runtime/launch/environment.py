@@ -14,11 +14,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from autopar.errors import UsageError, WorkerError
+from autopar.errors import SEE_DOCTOR, UsageError, WorkerError
 from autopar.runtime.launch.attempt import attempt_name
+
+if TYPE_CHECKING:  # reading a launcher's variables needs no torch
+    import torch.distributed as dist
 
 START_SECONDS = 300.0  # time for all processes to import their modules
 DEFAULT_PORT = 29500  # torch's default
@@ -130,6 +132,8 @@ def launcher_store(launch: Launched) -> dist.Store:
         UsageError: other ranks did not connect in time.
         WorkerError: torchrun's agent, which serves the store, has ended.
     """
+    import torch.distributed as dist
+
     try:
         store = connected_store(launch)
         name = attempt_name(dist.PrefixStore("autopar", store), launch.rank, launch.world, START_SECONDS)
@@ -139,7 +143,7 @@ def launcher_store(launch: Launched) -> dist.Store:
             f"Rank {launch.rank} did not meet the other {launch.world - 1} that {launch.launcher} started, at "
             f"{meeting_point(launch)} within {START_SECONDS:.0f} s: {reason}. Check that all of them run "
             "this script, that rank 0 is on that host, and that no other job uses the port (MASTER_PORT). To run "
-            "without a launcher, unset its variables, such as RANK."
+            f"without a launcher, unset its variables, such as RANK. {SEE_DOCTOR}"
         ) from error
     return dist.PrefixStore(f"autopar/{name}", store)
 
@@ -153,6 +157,8 @@ def connected_store(launch: Launched) -> dist.Store:
     Raises:
         WorkerError: torchrun's agent, which serves the store, has ended.
     """
+    import torch.distributed as dist
+
     if dist.is_initialized():  # autopar makes a group only after this call
         assert dist.group.WORLD is not None
         return dist.group.WORLD.get_group_store()
@@ -164,7 +170,7 @@ def connected_store(launch: Launched) -> dist.Store:
         except ConnectionRefusedError as error:
             raise WorkerError(
                 f"Rank {launch.rank} cannot reach {host}:{port}, where torchrun serves the store of its ranks: that "
-                "process has ended. Start the run again."
+                f"process has ended. Start the run again. {SEE_DOCTOR}"
             ) from error
     timeout = timedelta(seconds=START_SECONDS)
     store, _, _ = next(dist.rendezvous(launch.address, launch.rank, launch.world, timeout=timeout))
@@ -182,6 +188,8 @@ def broadcast_from_rank0(text: str) -> str:
     launch = launched()
     if launch is None:
         return text
+    import torch.distributed as dist
+
     store = dist.PrefixStore(f"told/{next(TOLD)}", launcher_store(launch))
     if launch.rank == 0:
         store.set("text", text)

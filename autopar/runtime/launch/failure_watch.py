@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from autopar.errors import SEE_DOCTOR
 from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.launch.attempt import read
 from autopar.runtime.spec import rank_text
@@ -101,6 +102,8 @@ class FailureWatcher:
             cause = self.poll_failure(GRACE_SECONDS)
             if cause is not None:
                 error.add_note(f"autopar: the cause is another rank's: {cause}")
+            else:
+                error.add_note(f"autopar: no rank has said why. {SEE_DOCTOR}")
             raise
         except Exception as error:
             self.failed = True

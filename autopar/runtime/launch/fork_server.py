@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from autopar.errors import WorkerError
+from autopar.errors import SEE_DOCTOR, WorkerError
 from autopar.runtime.launch.loopback import loopback_variables
 from autopar.runtime.launch.shared_memory import shared_file
 
@@ -132,10 +132,12 @@ class ForkServer:
             said = "\n".join(["Its last lines:", *lines]) if lines else "It has printed nothing."
             raise WorkerError(
                 f"No worker was started: the fork server has ended, {ending}. Call autopar.parallelize again, which "
-                f"starts another server. {said}"
+                f"starts another server. {SEE_DOCTOR} {said}"
             ) from None
         if isinstance(answer, OSError):
-            raise WorkerError(f"No worker was started: {answer}. End other processes or raise the limit.") from answer
+            raise WorkerError(
+                f"No worker was started: {answer}. End other processes or raise the limit. {SEE_DOCTOR}"
+            ) from answer
         if answer == self.process.pid:  # the server has become the process: its handle must not kill it
             self._finalizer.detach()
             self.errors.close()

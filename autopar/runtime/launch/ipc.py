@@ -105,7 +105,7 @@ class CodePickler(cloudpickle.Pickler):
         return code_of_file, (obj.co_filename, reduced[1])
 
 
-def code_of_file(filename: str, fields: tuple) -> CodeType:
+def code_of_file(filename: str, fields: tuple[Any, ...]) -> CodeType:
     """Code object of a source file, from the arguments of its constructor."""
     return CodeType(*fields).replace(co_filename=filename)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import psutil
 import torch.distributed as dist
 
-from autopar.errors import UsageError
+from autopar.errors import SEE_DOCTOR, UsageError
 
 HOST = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -45,5 +45,5 @@ def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
             return dict.fromkeys(unset, interface)
     raise UsageError(
         f"No network interface of this system has the address {HOST}, where worker processes meet; there are "
-        f"{', '.join(interfaces) or 'none'}. Set {' and '.join(unset)} to the one that they shall use."
+        f"{', '.join(interfaces) or 'none'}. Set {' and '.join(unset)} to the one that they shall use. {SEE_DOCTOR}"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import UsageError, WorkerError
+from autopar.errors import SEE_DOCTOR, UsageError, WorkerError
 from autopar.runtime.commands import COMMANDS, command_named
 from autopar.runtime.engine.metrics import StepLimit
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
@@ -97,7 +97,7 @@ class WorkerPool:
             server, files = fork_server(environment), (theirs.fileno(), to_worker, to_caller)
             self.processes.append(server.start(main, rank, environment=environment, files=files))
 
-    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Run one command on every rank, with that rank's arguments. Returns the results by rank.
 
         Raises:
@@ -110,7 +110,7 @@ class WorkerPool:
         with interrupt_at_end(name) if command.reads_only else nullcontext():
             return self.carry_out(name, name, arguments, command.borrows_inputs)
 
-    def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Launch a step and return outcomes that are read later, so that the caller can prepare the next step."""
         with self.lock:
             step, self.num_begun = self.num_begun, self.num_begun + 1
@@ -144,7 +144,7 @@ class WorkerPool:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
 
     def carry_out(
-        self, command: str, name: str, arguments: Mapping[int, tuple], borrowed: bool = False
+        self, command: str, name: str, arguments: Mapping[int, tuple[Any, ...]], borrowed: bool = False
     ) -> dict[int, Any]:
         """Send a command to the ranks that ``arguments`` names and wait for their replies, as `Replies` does.
 
@@ -179,7 +179,7 @@ class WorkerPool:
             self.call_seconds = time.perf_counter() - start
             return dict(sorted(replies.results.items()))
 
-    def encoded(self, rank: int, command: str, name: str, own: tuple, borrowed: bool) -> Message:
+    def encoded(self, rank: int, command: str, name: str, own: tuple[Any, ...], borrowed: bool) -> Message:
         """Message of a command to one rank.
 
         Raises:
@@ -191,7 +191,7 @@ class WorkerPool:
             remedy = "Give" if name == "start" else "No worker received the call. Use a smaller batch, or give"
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank, self.placement)}, which travel "
-                f"through shared memory: {error.strerror}. {remedy} the machine or container more memory."
+                f"through shared memory: {error.strerror}. {remedy} the machine or container more memory. {SEE_DOCTOR}"
             ) from error
         except Exception as error:
             raise cannot_send(name, own, "arguments", error) from error
@@ -215,7 +215,7 @@ class WorkerPool:
                 if self.processes[dead[0]].returncode == -signal.SIGKILL
                 else "It wrote what it had to say to stderr, which notebooks show in the terminal of their server."
             )
-            raise WorkerError(f"{self.failed} {reason}")
+            raise WorkerError(f"{self.failed} {reason} {SEE_DOCTOR}")
         ordered = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
         first = ordered[0]
         if first.user_error is not None:
@@ -230,6 +230,7 @@ class WorkerPool:
             f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""
         )
         others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in ordered[1:])
+        before += f" {SEE_DOCTOR}" if first.secondary or first.of_machine else ""
         raise WorkerError(f"{self.failed} All other ranks were ended.{before}\n\n{first.details.rstrip()}{others}")
 
     def exit_code(self, rank: int) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from autopar.errors import UsageError
+from autopar.errors import SEE_DOCTOR, UsageError
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connect_rank
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
@@ -27,6 +27,7 @@ from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure, publish_uncaught
 from autopar.runtime.launch.interrupt import interrupt_at_end
+from autopar.runtime.launch.machine_fault import may_be_of_machine
 from autopar.runtime.launch.model_groups import DEFAULT_GROUP, DROPPED, close_dropped
 from autopar.runtime.launch.recipe_text import SAME_ARGUMENTS, check_agreement, optimizer_texts, recipe_texts
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
@@ -51,7 +52,7 @@ class InProcessBackend:
             self.rank = Rank(spec, copies, LocalTransport(spec.rank, InProcessMailboxes()))
         self.random = RandomState(spec.rank_seed, self.rank.device)
 
-    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Run one command on the rank."""
         with running_command(self, name, command_named(name).reads_only), self.random.active():
             result = carry_out(self.rank, name, arguments[0])
@@ -228,7 +229,7 @@ class SpmdBackend:
             atexit.register(exit_after_failure, weakref.ref(self.rank))
             raise
 
-    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Run one command on this rank. Returns all ranks' results; for replicated commands only this rank's."""
         number = self.rank.spec.rank
         command = command_named(name)
@@ -305,7 +306,7 @@ def check_open(ranks: InProcessBackend | SpmdBackend) -> None:
         raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
 
 
-def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
+def carry_out(rank: Rank, name: str, arguments: tuple[Any, ...]) -> Any:
     """Result of one command. An exception gets the rank and its action as a note.
 
     Raises:
@@ -320,6 +321,8 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         action = rank.current_step.current_action if rank.current_step else None
         name = rank_text(rank.mesh, rank.spec.rank, rank.spec.placement)
         error.add_note(f"autopar: {name}" + (f", in action {action}" if action else ""))
+        if may_be_of_machine(error):
+            error.add_note(f"autopar: {SEE_DOCTOR}")
         raise
 
 

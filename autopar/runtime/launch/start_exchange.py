@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar import errors
-from autopar.errors import AutoparError, WorkerError
+from autopar.errors import SEE_DOCTOR, AutoparError, WorkerError
 from autopar.runtime.launch.attempt import read
 from autopar.runtime.launch.environment import Launched, launcher_store
 from autopar.runtime.launch.failure_watch import (
@@ -162,7 +162,10 @@ class StartExchange:
                 seconds = min(seconds, waited + grace_seconds)
             if waited >= seconds:
                 silent = ", ".join(str(rank) for rank, key in keys.items() if self.read(key) is None)
-                return cause or f"rank {silent} did not answer within {seconds:.0f} s. Pass plan= if planning is slow."
+                late = (
+                    f"rank {silent} did not answer within {seconds:.0f} s. Pass plan= if planning is slow. {SEE_DOCTOR}"
+                )
+                return cause or late
             time.sleep(min(MAX_POLL_SECONDS, 0.01 + waited / 10))
         return None
 
@@ -188,4 +191,4 @@ class StartExchange:
         try:
             return self.connection.ask(question)
         except RuntimeError as error:
-            raise WorkerError(f"Rank {self.rank} cannot start: {GONE}.") from error
+            raise WorkerError(f"Rank {self.rank} cannot start: {GONE}. {SEE_DOCTOR}") from error

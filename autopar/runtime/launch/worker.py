@@ -27,6 +27,7 @@ from autopar.runtime.commands import run_command
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.loopback import HOST
+from autopar.runtime.launch.machine_fault import may_be_of_machine
 from autopar.runtime.launch.shared_memory import SharedMemory
 from autopar.runtime.memory.cuda_allocator import let_segments_grow
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
@@ -55,7 +56,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a rank stopped. ``secondary`` if the rank only noticed that a peer was gone."""
+    """Reason why a rank stopped.
+
+    Args:
+        secondary: whether the rank only noticed that a peer was gone.
+        of_machine: whether a compiler failed or the system refused a resource.
+    """
 
     rank: int
     action: str
@@ -63,6 +69,7 @@ class Failure:
     details: str
     secondary: bool
     user_error: AutoparError | None = None
+    of_machine: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ class Worker:
             except OSError:
                 exit_now()
 
-    def execute(self, name: str, arguments: tuple) -> tuple[bool, Any]:
+    def execute(self, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
         """Run one command. Returns whether it succeeded, and its result or `Failure`."""
         try:
             return True, self.result(name, arguments)
@@ -151,7 +158,7 @@ class Worker:
             called = arguments[1] if name == "begin" else name
             return False, failure(self.number, self.rank, out_of_memory(self.rank, called, lack))
 
-    def result(self, name: str, arguments: tuple) -> Any:
+    def result(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """Result of a command: a method of the rank, or one of five commands of this class.
 
         "start" joins the process group, "weights" takes the rank's weights and "connect" builds the rank. "begin"
@@ -264,6 +271,7 @@ def failure(number: int, rank: Rank | None, error: BaseException) -> Failure:
         "".join(traceback.format_exception(error)),
         isinstance(error, TransportError | dist.DistError),
         error if isinstance(error, AutoparError) else None,
+        may_be_of_machine(error),
     )
 
 

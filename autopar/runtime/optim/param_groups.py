@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 RANK_LOCAL_KEYS = frozenset({"params", "param_names"})  # of a parameter group; all other keys are options
+
+NamedState = Mapping[str, Mapping[Any, Any]]  # state of an optimizer by parameter name, then by key
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters by original name, and their common options (``weight_decay``, ``lr_scale``, …)."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def grouped(named: Mapping[str, torch.Tensor], groups: Iterable[ParamGroup]) -> list[dict[str, Any]]:
+    """Argument of an optimizer: each group with its parameters that are among ``named``."""
+    return [{"params": [named[n] for n in own.names if n in named], **own.options} for own in groups]
 
 
 def names_in_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -28,6 +44,17 @@ def options_by_name(
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a parameter group, as plain data."""
     return plain_data({name: value for name, value in group.items() if name not in RANK_LOCAL_KEYS})
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values of an option or of a parameter's state are equal, tensors by their elements."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_value(value, other[key]) for key, value in one.items())
+    return bool(one == other)
 
 
 def plain_data(value: Any) -> Any:

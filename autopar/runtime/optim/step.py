@@ -16,7 +16,7 @@ from autopar.runtime.comm.replica_collectives import ReduceBuffers, ReplicaColle
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
-from autopar.runtime.optim.param_groups import options_by_name
+from autopar.runtime.optim.param_groups import options_by_name, options_of
 from autopar.runtime.params.flat_buckets import block_buckets, flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
@@ -85,6 +85,7 @@ class Updater:
             use_fused_kernels(self.optimizer)
         self.scheduler = scheduler_of(recipe.lr_scheduler, self.optimizer) if made and recipe.lr_scheduler else None
         self.scaler = LossScaler() if spec.autocast == "float16" else None
+        self.clipped_norm: torch.Tensor | None = None  # of gradients that are summed and clipped already
 
     @property
     def reduces_each_call(self) -> bool:
@@ -128,7 +129,7 @@ class Updater:
 
     def step(self) -> UpdateResult:
         """Sum, clip, update, clear gradients. Returns their norm, and whether a float16 overflow skipped the update."""
-        norm = self.finish_gradients()
+        norm = self.finish_gradients() if self.clipped_norm is None else self.clipped_norm
         if self.scaler is not None and not self.scaler.update(norm.item()):
             self.zero_grad()
             return UpdateResult(inf, skipped=True)
@@ -149,12 +150,25 @@ class Updater:
             norm /= self.scaler.scale
         return norm
 
+    def clip_gradients(self, max_norm: float | None, max_value: float | None) -> float:
+        """Sum the gradients over all ranks and clip them before `step`. Returns their global norm before clipping."""
+        norm = self.finish_gradients() if self.clipped_norm is None else self.clipped_norm
+        self.clip(norm, max_norm, max_value)
+        self.clipped_norm = self.global_norm()
+        return norm.item()
+
+    def set_options(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Change options of the optimizer's parameter groups, in their order."""
+        assert self.optimizer is not None
+        for group, own in zip(self.optimizer.param_groups, changes, strict=True):
+            group.update(own)
+
     def update(self, norm: torch.Tensor) -> None:
         """Clip complete gradients of global norm ``norm`` [], update the weights, clear the gradients.
 
         The host waits for the GPU only if the optimizer does.
         """
-        self.clip(norm)
+        self.clip(norm, self.spec.recipe.clip_grad_norm, self.spec.recipe.clip_grad_value)
         if self.full_params is not None:
             self.full_params.gather()
         if self.optimizer is not None:
@@ -211,19 +225,20 @@ class Updater:
             self.transport.start_sum(square, range(self.spec.mesh.devices))()
         return square.sqrt().to(self.norm_dtype)
 
-    def clip(self, norm: torch.Tensor) -> None:
-        """Clip the gradients by the global norm ``norm`` [] or by value, as the user chose."""
+    def clip(self, norm: torch.Tensor, max_norm: float | None, max_value: float | None) -> None:
+        """Clip the gradients of global norm ``norm`` [] by norm, by value, or not (None)."""
         gradients = [p for p in self.updated.values() if p.grad is not None]
-        if self.spec.recipe.clip_grad_norm is not None and gradients:
-            nn.utils.clip_grads_with_norm_(gradients, self.spec.recipe.clip_grad_norm, norm)
-        if self.spec.recipe.clip_grad_value is not None and gradients:
-            nn.utils.clip_grad_value_(gradients, self.spec.recipe.clip_grad_value)
+        if max_norm is not None and gradients:
+            nn.utils.clip_grads_with_norm_(gradients, max_norm, norm)
+        if max_value is not None and gradients:
+            nn.utils.clip_grad_value_(gradients, max_value)
 
     def layout(self, name: str) -> Layout:
         """Layout of the optimizer's parameter and of its state."""
         return REPLICATED if self.full_params is not None and name in self.full_params.parts else self.spec.layout(name)
 
     def zero_grad(self) -> None:
+        self.clipped_norm = None
         self.grad_buffer.clear()
         for parameter in (*self.trainable.values(), *self.updated.values()):
             parameter.grad = None
@@ -235,6 +250,11 @@ class Updater:
     def learning_rates(self) -> list[float]:
         """Learning rate of each parameter group of the whole model, the same on all ranks."""
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def group_options(self) -> list[dict[str, Any] | None]:
+        """Options of each parameter group; None where this rank has none of the group's parameters."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [options_of(group) if group["params"] else None for group in groups]
 
     def standing_bytes(self) -> int:
         """Bytes of optimizer state and gradients that are allocated between steps."""

@@ -2,6 +2,7 @@
 
 Input: a `Decision` (problem, prices, stage of every group). Output: a `Plan`.
 
-Files in reading order: `make_plan.py` (stages, prediction, shardings), `alternatives.py` (rejected plans),
-`step_breakdown.py` (seconds of a step by activity), `reasons.py` (what bounds the step, why others are slower).
+Files in reading order: `make_plan.py` (stages, prediction, shardings), `block_costs.py` (times of the model's blocks),
+`alternatives.py` (rejected plans), `step_breakdown.py` (seconds of a step by activity), `reasons.py` (what bounds the
+step, why others are slower).
 """

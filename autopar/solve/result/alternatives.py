@@ -9,7 +9,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import ONE_DEVICE, ONE_REPLICA, Alternative, Balance, OtherMeshes
 from autopar.ir.tensor_axes import TensorAxes
 from autopar.ir.units import plural
-from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.cuts.evaluate import peak_bytes, stage_costs
 from autopar.solve.cuts.merge import merge
 from autopar.solve.cuts.step_time import Decision, Setting, step_time
 from autopar.solve.result.reasons import parts, why_slower
@@ -47,8 +47,11 @@ def alternatives(
     chosen = parts(decision, step_time(setting, problem, decision.stage_of), batch)
 
     def listed(label: str, candidate: Candidate) -> Alternative:
-        seconds = candidate.seconds if candidate.step is not None else None
-        return Alternative(label, seconds, why_slower(candidate, chosen, batch))
+        why = why_slower(candidate, chosen, batch)
+        if candidate.step is None or candidate.stage_of is None:
+            return Alternative(label, None, why)
+        peak = peak_bytes(candidate.problem, candidate.stage_of)
+        return Alternative(label, candidate.seconds, why, peak_bytes=peak)
 
     meshes = {mesh: min(found, key=lambda c: c.seconds) for mesh, found in by_mesh.items() if found}
     others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)

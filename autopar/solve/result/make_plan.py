@@ -22,6 +22,7 @@ from autopar.ir.plan_parts import (
 from autopar.solve.cuts.evaluate import rank_costs, stage_costs, stages_holding
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.cuts.step_time import Decision, Setting, messages, order_of, step_time, transfer_seconds
+from autopar.solve.result.block_costs import block_costs
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def make_plan(
             if weight.block
         },
         blocks=priced.blocks(),
+        block_costs=block_costs(setting.graph, decision, costs),
         alternatives=alternatives,
         bound_by=bound_by,
         seconds_without_limit=seconds_without_limit,

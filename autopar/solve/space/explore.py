@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import ONE_REPLICA, ZeroStage
+from autopar.ir.status import doing
 from autopar.sharding.rule import axis_labels
 from autopar.solve.cuts.step_time import Setting
 from autopar.solve.result.alternatives import MAX_MESHES
@@ -97,6 +98,7 @@ def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResu
         elif problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
         else:
+            doing(f"searching meshes: {len(points) - len(waiting) - 1} of {len(points)} done, now {mesh}")
             looks_on = not is_listed and mesh.devices <= FEW_DEVICES
             near = LISTED_WITH_BEST * best if looks_on else best
             if candidates := explore_mesh(setting, bounds, mesh, near, is_listed):

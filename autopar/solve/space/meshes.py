@@ -34,9 +34,7 @@ def possible_meshes(constraints: Constraints, hardware: Hardware) -> Meshes:
             fewer samples than microbatches are given, or a pin's stage is one that no mesh has.
         HardwareError: the devices fill several nodes and the machine has no network.
     """
-    check_product(constraints)
-    check_replicas(constraints)
-    check_pinned_stages(constraints)
+    check_sizes(constraints)
     hardware.transfer_seconds(0, 0, constraints.devices - 1)
     allowed: list[Mesh] = []
     refused: dict[Mesh, str] = {}
@@ -47,6 +45,13 @@ def possible_meshes(constraints: Constraints, hardware: Hardware) -> Meshes:
         else:
             allowed.append(mesh)
     return Meshes(tuple(allowed), refused)
+
+
+def check_sizes(constraints: Constraints) -> None:
+    """Refuse sizes and pins that contradict the devices or the batch, on any machine. Raises as `possible_meshes`."""
+    check_product(constraints)
+    check_replicas(constraints)
+    check_pinned_stages(constraints)
 
 
 def factorisations(constraints: Constraints) -> list[Mesh]:

@@ -3,7 +3,8 @@
 Input: a `request.BenchRequest`. Output: a `result.BenchResult` with one row per baseline and variant.
 
 Files in reading order:
-    request.py              the request; result.py: the rows
+    request.py              the request
+    row.py, timeline.py     a baseline's row, a measured step; result.py: all rows
     baselines/              the baselines, and how each trains (registry.py lists them)
     training.py             the interface between baselines and the worker
     task.py                 payload of the worker processes, with model and batch
@@ -11,6 +12,7 @@ Files in reading order:
     outcome.py              runs the workers of one baseline
     run.py                  makes the plans, runs the baselines, collects the rows
     calibration.py          `--calibrate`: predicted against measured, for a plan of every mesh
+    calibration_point.py    one of these plans
     by_kernel.py            `--by-kernel`: kernels of a step against the prices of its operations
     kernel_trace.py, kernel_rows.py                     profile of a step, kinds of kernels, their sums
     priced_ops.py           prices by operation and shapes; priced_kernels.py: of kernels between products

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from statistics import median
 
 from pydantic import TypeAdapter, ValidationError, with_config
 
@@ -16,64 +15,16 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import COMMUNICATION, PriceSource
-from autopar.ir.units import percent, plural
+from autopar.ir.units import plural
 from autopar.tools.bench.baselines.registry import BASELINES, BaselineVariant
+from autopar.tools.bench.calibration_point import CalibrationPoint, ErrorBand
 from autopar.tools.bench.description import outcome_text, plan_label
 from autopar.tools.bench.request import BenchRequest, machine_for
-from autopar.tools.bench.result import BenchRow
+from autopar.tools.bench.row import BenchRow
 from autopar.tools.bench.run import Bench
 
 SCHEMA_VERSION = 1
 MIN_BAND = 0.001  # nothing measured is exact
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class CalibrationPoint:
-    """One plan: predicted and measured time of a step, and peak memory of each rank.
-
-    Args:
-        parts: parts of the plan's step that run on one device, such as ``matmul bfloat16``; empty in older files.
-    """
-
-    model: str
-    batch: int
-    precision: str
-    plan: str
-    mesh: Mesh
-    predicted_seconds: float
-    measured_seconds: float
-    predicted_bytes: tuple[int, ...]
-    measured_bytes: tuple[int, ...]
-    parts: tuple[str, ...] = ()
-
-    @property
-    def time_error(self) -> float:
-        """Error of the predicted step time, relative to the measured one."""
-        return self.predicted_seconds / self.measured_seconds - 1
-
-    @property
-    def memory_errors(self) -> tuple[float, ...]:
-        """Error of each rank's predicted peak, relative to the measured one."""
-        return tuple(p / m - 1 for p, m in zip(self.predicted_bytes, self.measured_bytes, strict=True))
-
-    @property
-    def key(self) -> tuple[str, int, str, str]:
-        """Identifies the plan: a later measurement of it replaces this one."""
-        return self.model, self.batch, self.precision, self.plan
-
-
-@dataclass(frozen=True)
-class ErrorBand:
-    """Median and largest absolute value of relative errors."""
-
-    median: float
-    worst: float
-
-    @staticmethod
-    def of(errors: Sequence[float]) -> ErrorBand:
-        sizes = [abs(error) for error in errors]
-        return ErrorBand(median(sizes), max(sizes))
 
 
 @with_config(STRICT)
@@ -123,6 +74,13 @@ class Calibration:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
+
+    def _repr_html_(self) -> str:
+        """The printed calibration, as notebooks show it."""
+        from autopar.ir.html import html_of
+        from autopar.tools.report.bench_table import calibration_parts
+
+        return html_of(calibration_parts(self))
 
     @staticmethod
     def load(path: Path) -> Calibration:
@@ -245,15 +203,4 @@ def band_text(calibration: Calibration, day: date) -> str:
         f"[calibration]\ncovers = {json.dumps(covers)}\n"
         f'{calibration.cost} = {{ value = {worst:.3g}, unit = "1", error = 0.0, '
         f'date = {day.isoformat()}, source = "measured: autopar bench --calibrate, worst of {plans}" }}'
-    )
-
-
-def summary(calibration: Calibration) -> Sequence[tuple[str, str]]:
-    """The errors of step times and of peaks, in words."""
-    plans = plural(len(calibration.points), "plan")
-    ranks = plural(sum(len(point.predicted_bytes) for point in calibration.points), "rank")
-    time, peaks = calibration.time, calibration.peaks
-    return (
-        ("time", f"median {percent(time.median)}, worst {percent(time.worst)} of {plans}"),
-        ("memory", f"median {percent(peaks.median)}, worst {percent(peaks.worst)} of {ranks}"),
     )

@@ -14,7 +14,7 @@ import torch
 from autopar.ir.plan import Plan
 from autopar.ir.units import TIME, plural, text
 from autopar.runtime.launch.devices import Machine
-from autopar.tools.bench.result import BenchRow
+from autopar.tools.bench.row import BenchRow
 
 
 def plan_label(plan: Plan) -> str:

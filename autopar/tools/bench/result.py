@@ -1,99 +1,19 @@
-"""The result of a bench: one row per baseline and variant; a JSON file."""
+"""The result of a bench: rows of baselines and variants, and what they hold for; a JSON file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from statistics import median
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from autopar.errors import UsageError
+from autopar.tools.bench.row import BenchRow
+
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True)
-class PipelineResult:
-    """Bubble, prediction and memory of a baseline that runs a plan.
-
-    Args:
-        bubble_predicted: share of the step, by the planner.
-        bubble_measured: share of the ranks' time in which no action ran.
-        bound_seconds: the step if only the measured actions took time, in the schedule's order.
-        predicted_seconds: of a step.
-        predicted_bytes: peak of each rank.
-        tensor_bytes: measured peak of bytes in tensors by rank; empty on GPUs, where the allocator's peak is that, and
-            in compiled code.
-    """
-
-    plan: str
-    bubble_predicted: float
-    bubble_measured: float
-    bound_seconds: float
-    predicted_seconds: float
-    predicted_bytes: tuple[int, ...]
-    tensor_bytes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """One variant of one baseline.
-
-    Args:
-        contestant: name of the baseline; the key in result files.
-        title: of the baseline, in tables.
-        label: of the variant.
-        about: description of the baseline.
-        settings: of the variant.
-        step_seconds: of every timed step, on its slowest rank.
-        losses: mean loss of every step, warm-up included.
-        peak_bytes: by rank.
-        first_step_seconds: from the start of building to the end of the first step, on the slowest rank; 0 if no step
-            was untimed. Planning does not count, compilation does, as far as torch's caches on disk do not have it.
-        reason: why there are no measurements.
-        note: on losses that differ from the reference's.
-        best: whether this is the fastest variant of its baseline.
-    """
-
-    contestant: str
-    title: str
-    label: str
-    about: str
-    devices: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    step_seconds: tuple[float, ...] = ()
-    median_seconds: float | None = None
-    samples_per_second: float | None = None
-    tflops_per_device: float | None = None
-    peak_bytes: tuple[int, ...] = ()
-    first_step_seconds: float = 0.0
-    losses: tuple[float, ...] = ()
-    pipeline: PipelineResult | None = None
-    reason: str | None = None
-    note: str = ""
-    best: bool = True
-
-    def with_seconds(self, seconds: tuple[float, ...], batch: int, flops_per_image: float) -> BenchRow:
-        """This row with step times and the rates that follow from them.
-
-        Args:
-            batch: images of the global batch; each counts once, even if several ranks compute on it.
-        """
-        median_seconds = median(seconds)
-        rate = batch / median_seconds
-        return replace(
-            self,
-            step_seconds=seconds,
-            median_seconds=median_seconds,
-            samples_per_second=rate,
-            tflops_per_device=flops_per_image * rate / self.devices / 1e12,
-        )
-
-    @property
-    def of_bound(self) -> float | None:
-        """The bubble bound as a share of the measured step."""
-        if self.pipeline is None or self.median_seconds is None:
-            return None
-        return self.pipeline.bound_seconds / self.median_seconds
 
 
 @dataclass(frozen=True)
@@ -140,3 +60,37 @@ class BenchResult:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def load(path: Path) -> BenchResult:
+        """The result in a file.
+
+        Raises:
+            UsageError: the file cannot be read, or holds something else.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except OSError as error:
+            raise UsageError(f"Cannot read bench file {path}: {error.strerror}.") from error
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UsageError(f"Bench file {path} is not complete JSON: {error}. Run `autopar bench` again.") from error
+        if not isinstance(data, dict) or "rows" not in data:
+            raise UsageError(f"{path} is no bench file: it has no rows. Give one that `autopar bench … -o` wrote.")
+        try:
+            result = TypeAdapter(BenchResult).validate_python(data)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise UsageError(f"{path} is no valid bench file. Field {'; field '.join(problems[:3])}.") from error
+        if result.schema_version != SCHEMA_VERSION:
+            raise UsageError(
+                f"{path} has schema_version {result.schema_version}, this autopar reads {SCHEMA_VERSION}. Run "
+                "`autopar bench` again."
+            )
+        return result
+
+    def _repr_html_(self) -> str:
+        """The printed result, as notebooks show it."""
+        from autopar.ir.html import html_of  # slow: imports rich
+        from autopar.tools.report.bench_table import bench_parts
+
+        return html_of(bench_parts(self))

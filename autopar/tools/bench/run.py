@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +34,10 @@ from autopar.tools.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.tools.bench.description import commit, machine_text, outcome_text, plan_label
 from autopar.tools.bench.outcome import BaselineOutcome, RankResult, run_baseline
 from autopar.tools.bench.request import BenchRequest, flops_per_image, machine_for
-from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
+from autopar.tools.bench.result import BenchResult
+from autopar.tools.bench.row import BenchRow, PipelineResult
 from autopar.tools.bench.task import BenchTask
+from autopar.tools.bench.timeline import MeasuredTimeline
 from autopar.tools.report.measured_trace import MeasuredStep, trace_events
 
 # Relative differences of the first losses from the reference's that rounding can explain, by precision.
@@ -49,7 +51,11 @@ class BenchOutput:
     """The result, and one step of the plan as Chrome trace events; None if the plan was not run."""
 
     result: BenchResult
-    trace: dict[str, Any] | None
+    trace: dict[str, Any] | None = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        """The printed result, as notebooks show it."""
+        return self.result._repr_html_()
 
 
 class BenchInterrupted(KeyboardInterrupt):
@@ -247,9 +253,10 @@ class Bench:
             first_step_seconds=max(rank.first_step_seconds for rank in outcome.ranks),
         )
         if baseline_plan is not None:
-            row = replace(row, pipeline=pipeline_result(baseline_plan, outcome.ranks[0], seconds))
-        if baseline.name == "autopar":
-            self.trace = chrome_trace(self.plan, outcome)
+            timeline = measured_timeline(outcome)
+            row = replace(row, pipeline=pipeline_result(baseline_plan, outcome.ranks[0], seconds, timeline))
+            if baseline.name == "autopar":
+                self.trace = trace_events(self.plan, timeline)
         return row
 
     def task(self, baseline: Baseline, variant: BaselineVariant, plan_file: str | None) -> BenchTask:
@@ -297,12 +304,15 @@ def step_seconds(ranks: Sequence[RankResult]) -> tuple[float, ...]:
     return tuple(map(max, zip(*(rank.seconds for rank in ranks), strict=True)))
 
 
-def pipeline_result(plan: Plan, first: RankResult, seconds: Sequence[float]) -> PipelineResult:
+def pipeline_result(
+    plan: Plan, first: RankResult, seconds: Sequence[float], timeline: MeasuredTimeline
+) -> PipelineResult:
     """Predicted and measured bubble, time and memory of a plan; measured bubbles are medians over inspected steps.
 
     Args:
         first: result of rank 0, which has the actions of all ranks.
         seconds: of each timed step.
+        timeline: one of the inspected steps.
     """
     prediction = plan.prediction
     return PipelineResult(
@@ -313,16 +323,17 @@ def pipeline_result(plan: Plan, first: RankResult, seconds: Sequence[float]) -> 
         predicted_seconds=prediction.step_seconds,
         predicted_bytes=prediction.peak_bytes,
         tensor_bytes=tuple(first.tensor_bytes[rank] for rank in sorted(first.tensor_bytes)),
+        timeline=timeline,
     )
 
 
-def chrome_trace(plan: Plan, outcome: BaselineOutcome) -> dict[str, Any]:
-    """Chrome trace events of the inspected step whose time is nearest to the median."""
+def measured_timeline(outcome: BaselineOutcome) -> MeasuredTimeline:
+    """The inspected step whose time is nearest to the median."""
     durations = [end - start for start, end in outcome.ranks[0].step_ns]
     k = min(range(len(durations)), key=lambda i: abs(durations[i] - median(durations)))
     step = outcome.ranks[0].steps[k]
     step_ns = {rank: result.step_ns[k] for rank, result in enumerate(outcome.ranks)}
-    return trace_events(plan, MeasuredStep(step.spans, step.started_ns, step_ns))
+    return MeasuredStep(step.spans, step.started_ns, step_ns).timeline
 
 
 def with_loss_notes(rows: Sequence[BenchRow], precision: str, batch_statistics: bool) -> list[BenchRow]:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,8 @@ import typer
 
 from autopar.errors import UsageError
 from autopar.tools.cli.command import takes_flags
-from autopar.tools.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
+from autopar.tools.cli.flags import JsonFlag, ModelArgument, ModelFlags, PlanFlags, RunFlags
+from autopar.tools.cli.json_output import prints_json, show_json
 
 if TYPE_CHECKING:
     from autopar.tools.bench.request import BenchRequest
@@ -112,14 +114,17 @@ class OutputFlags:
         if self.output is not None:
             write(self.output, result.to_json())
 
-    def report(self, output: BenchOutput) -> list[Path]:
+    def report(self, output: BenchOutput, as_json: bool) -> list[Path]:
         """Print the tables, draw the picture and write the trace; returns all files that have been written."""
         from autopar.tools.cli.output import show, write
         from autopar.tools.report.bench_picture import figure_of
         from autopar.tools.report.bench_table import bench_parts
         from autopar.tools.report.figure import save_figure
 
-        show(bench_parts(output.result))
+        if as_json:
+            show_json(output.result)
+        else:
+            show(bench_parts(output.result))
         if self.png is not None:
             save_figure(figure_of(output.result), self.png)
         if self.trace is not None and output.trace is not None:
@@ -129,24 +134,26 @@ class OutputFlags:
 
 
 @takes_flags
+@prints_json
 def bench(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    model: ModelArgument,
     devices: Annotated[int, typer.Option(min=1, help="Devices to split the model over.", metavar="N")],
     model_flags: ModelFlags,
     plan_flags: PlanFlags,
     run_flags: RunFlags,
     bench_flags: BenchFlags,
     output_flags: OutputFlags,
+    as_json: JsonFlag = False,
 ) -> None:
     """Time MODEL's plan on this machine, and baselines: a plain loop, DDP, FSDP2, pipelining, DTensor, uniform cuts."""
     request = bench_request(model, devices, model_flags, plan_flags, run_flags, bench_flags)
     output_flags.check(bench_flags)
     if output_flags.calibrate:
-        run_calibration(request, output_flags)
+        run_calibration(request, output_flags, as_json)
     elif output_flags.by_kernel:
-        run_by_kernel(request, output_flags)
+        run_by_kernel(request, output_flags, as_json)
     else:
-        run_baselines(request, output_flags)
+        run_baselines(request, output_flags, as_json)
 
 
 def bench_request(
@@ -162,20 +169,23 @@ def bench_request(
     Raises:
         UsageError: a flag cannot be read, or the model does not classify images of the shape given.
     """
+    from autopar.tools.cli.early_checks import check_request
+    from autopar.tools.cli.inputs import num_samples, parse_inputs
+
     constraints = plan_flags.constraints() | run_flags.constraints() | model_flags.layout()
     sizes = None if flags.microbatch_sizes is None else parse_sizes(flags.microbatch_sizes)
+    batch = flags.batch or DEFAULT_BATCH
+    inputs = parse_inputs(model_flags.inputs, flags.batch)
+    check_request(model, devices, num_samples(inputs, batch), constraints)
     import torch
 
     from autopar.api.planning.plan import example_call
     from autopar.runtime.launch.devices import this_machine
     from autopar.tools.bench.request import BenchRequest, num_classes
-    from autopar.tools.cli.inputs import parse_inputs
     from autopar.tools.cli.models import model_source
 
-    batch = flags.batch or DEFAULT_BATCH
     source = model_source(model, model_flags, batch)
-    inputs = parse_inputs(model_flags.inputs, flags.batch)
-    if len(inputs) > 1 or any(i.dtype != torch.float32 for i in inputs):
+    if len(inputs) > 1 or any(i.dtype != "float32" for i in inputs):
         raise UsageError("bench feeds a model random images: --input takes one shape of float32 there.")
     meta_model = source.build("meta")
     if inputs:
@@ -203,40 +213,41 @@ def bench_request(
     )
 
 
-def run_baselines(request: BenchRequest, outputs: OutputFlags) -> None:
+def run_baselines(request: BenchRequest, outputs: OutputFlags, as_json: bool) -> None:
     """Run the bench, show and write its result; after Ctrl-C the rows so far.
 
     Raises:
         Exit: no baseline has measurements.
     """
     from autopar.tools.bench.run import BenchInterrupted, run_bench
+    from autopar.tools.cli.output import remark
     from autopar.train import exits_on_sigterm
 
     try:
         with exits_on_sigterm():
-            output = run_bench(request, lambda text: typer.echo(text, err=True), outputs.save)
+            output = run_bench(request, partial(remark, err=True), outputs.save)
     except BenchInterrupted as error:
         written = []
         if error.output.result.rows:
             outputs.save(error.output.result)  # again: Ctrl-C may have come while the file was being written
-            written = outputs.report(error.output)
+            written = outputs.report(error.output, as_json)
         what = f"rows so far in {', '.join(map(str, written))}" if written else "nothing was written"
         typer.echo(f"Interrupted {error}; {what}.", err=True)
         raise
     except KeyboardInterrupt:
         typer.echo("Interrupted before the first baseline; nothing was written.", err=True)
         raise
-    outputs.report(output)
+    outputs.report(output, as_json)
     if outputs.trace is not None and output.trace is None:
         typer.echo(f"No step of the plan was measured, so {outputs.trace} is not written.", err=True)
     if all(row.reason is not None for row in output.result.rows):
         raise typer.Exit(1)
 
 
-def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
+def run_calibration(request: BenchRequest, outputs: OutputFlags, as_json: bool) -> None:
     """Measure, show, draw and save the errors of predictions; the file has all plans so far after each."""
     from autopar.tools.bench.calibration import Calibration, band_text, calibrate
-    from autopar.tools.cli.output import show, write
+    from autopar.tools.cli.output import remark, show, write
     from autopar.tools.report.bench_table import calibration_parts
     from autopar.tools.report.calibration_picture import figure_of
     from autopar.tools.report.figure import save_figure
@@ -250,28 +261,34 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
             write(path, calibration.to_json())
 
     with exits_on_sigterm():
-        result = calibrate(request, lambda text: typer.echo(text, err=True), save, earlier)
-    show(calibration_parts(result))
+        result = calibrate(request, partial(remark, err=True), save, earlier)
+    if as_json:
+        show_json(result)
+    else:
+        show(calibration_parts(result))
     if result.time.worst < 1:
-        typer.echo(
+        remark(
             f"\nPlans print this band when their cost model, or a copy of it, has\n\n{band_text(result, date.today())}"
         )
     if outputs.png is not None:
         save_figure(figure_of(result), outputs.png)
 
 
-def run_by_kernel(request: BenchRequest, outputs: OutputFlags) -> None:
+def run_by_kernel(request: BenchRequest, outputs: OutputFlags, as_json: bool) -> None:
     """Measure, save and show the kernels of one step and the prices of its operations."""
     from autopar.tools.bench.by_kernel import bench_by_kernel
-    from autopar.tools.cli.output import show, write
+    from autopar.tools.cli.output import remark, show, write
     from autopar.tools.report.by_kernel_table import by_kernel_parts
     from autopar.train import exits_on_sigterm
 
     with exits_on_sigterm():
-        result = bench_by_kernel(request, lambda text: typer.echo(text, err=True))
+        result = bench_by_kernel(request, partial(remark, err=True))
     if outputs.output is not None:
         write(outputs.output, result.to_json())
-    show(by_kernel_parts(result))
+    if as_json:
+        show_json(result)
+    else:
+        show(by_kernel_parts(result))
 
 
 def parse_names(flag: str, texts: list[str] | None) -> tuple[str, ...]:

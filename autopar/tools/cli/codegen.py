@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from autopar.tools.cli.command import takes_flags
+from autopar.tools.cli.flags import JsonFlag
+from autopar.tools.cli.json_output import prints_json, show_json
 
 
 class Mode(StrEnum):
@@ -19,6 +21,7 @@ class Mode(StrEnum):
 
 
 @takes_flags
+@prints_json
 def codegen(
     plan: Annotated[Path, typer.Argument(help="A plan file, as written by `autopar plan -o`.", metavar="PLAN.json")],
     rank: Annotated[int, typer.Option(help="Rank whose program is printed.", metavar="R")],
@@ -31,11 +34,20 @@ def codegen(
         list[str] | None,
         typer.Option(help="Arguments of the model, instead of those in the plan.", metavar="NAME=VALUE ..."),
     ] = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Print the Python program that one rank of a plan runs."""
     from autopar.ir.plan import Plan
+    from autopar.ir.status import showing_status
     from autopar.tools.cli.flags import parse_kwargs
-    from autopar.tools.cli.replan import stage_source
 
     kwargs = parse_kwargs(model_kwargs) if model_kwargs is not None else None
-    typer.echo(stage_source(Plan.load(plan), rank, mode.value, model, kwargs))
+    loaded = Plan.load(plan)
+    with showing_status("importing torch"):
+        from autopar.tools.cli.replan import stage_source
+
+        source = stage_source(loaded, rank, mode.value, model, kwargs)
+    if as_json:
+        show_json({"rank": rank, "mode": mode, "source": source})
+    else:
+        typer.echo(source)

@@ -15,17 +15,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from autopar.errors import AutoparError
+from autopar.ir.terminal import QUIET_VARIABLE, has_colors
 
 INTERRUPTED = 130  # the exit code that shells report for Ctrl-C
 LONGEST_HELP = 1000  # letters
+SEVERAL = {"--model-kwargs": "=", "--wandb-tags": ""}  # flags with several values, and what each value contains
+ANYWHERE = ("--debug", "--quiet")  # flags of all commands
 
 
 class Commands(TyperGroup):
-    """All commands. ``--debug`` may stand anywhere in the command line."""
+    """All commands. ``--debug`` and ``--quiet`` may stand anywhere in the command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        rest = [a for a in args if a != "--debug"]
-        return super().parse_args(ctx, [*(["--debug"] if len(rest) < len(args) else []), *rest])
+        given = [flag for flag in ANYWHERE if flag in args]
+        return super().parse_args(ctx, [*given, *(a for a in args if a not in ANYWHERE)])
 
 
 class Command(TyperCommand):
@@ -49,9 +52,9 @@ class Command(TyperCommand):
             raise typer.BadParameter(message, ctx, error.param) from error
 
     def invoke(self, ctx: Any) -> Any:
-        debug = ctx.find_root().params["debug"]
+        debug, quiet = ctx.find_root().params["debug"], ctx.find_root().params["quiet"]
         try:
-            with own_warnings_in_one_line():
+            with own_warnings_in_one_line(), quietly(quiet):
                 return super().invoke(ctx)
         except AutoparError as error:
             raise report(error, str(error), error.exit_code, debug) from error
@@ -69,13 +72,25 @@ def report(error: BaseException, message: str, exit_code: int, debug: bool) -> t
     """Print an error, with its traceback under ``--debug``, and return the exit with its code."""
     if debug:
         traceback.print_exception(error)
-    typer.echo(label("error", typer.colors.RED) + message, err=True)
+    say("error", typer.colors.RED, message)
     return typer.Exit(exit_code)
 
 
-def label(word: str, color: str) -> str:
-    """Begin of a message, in color unless NO_COLOR is set; see https://no-color.org."""
-    return f"{word}: " if os.environ.get("NO_COLOR") else typer.style(f"{word}: ", fg=color, bold=True)
+def say(word: str, color: str, message: str) -> None:
+    """Print a message on standard error after a word, which has a color if the terminal has colors."""
+    colored = has_colors(stderr=True)
+    typer.echo(typer.style(f"{word}: ", fg=color, bold=True) + message, err=True, color=colored)
+
+
+@contextmanager
+def quietly(quiet: bool) -> Iterator[None]:
+    """Within ``with``, progress and remarks are switched off if ``quiet``, also in processes that are started."""
+    before = os.environ.get(QUIET_VARIABLE, "")
+    os.environ[QUIET_VARIABLE] = "1" if quiet else before
+    try:
+        yield
+    finally:
+        os.environ[QUIET_VARIABLE] = before
 
 
 @contextmanager
@@ -87,7 +102,7 @@ def own_warnings_in_one_line() -> Iterator[None]:
         if category.__module__ != AutoparError.__module__:
             as_python_does(message, category, *where, **rest)
             return
-        typer.echo(label("warning", typer.colors.YELLOW) + str(message), err=True)
+        say("warning", typer.colors.YELLOW, str(message))
 
     warnings.showwarning = show
     try:
@@ -97,15 +112,15 @@ def own_warnings_in_one_line() -> Iterator[None]:
 
 
 def spread(args: list[str]) -> list[str]:
-    """Arguments with ``--model-kwargs`` repeated before each of its values, as timm's scripts take them."""
+    """Arguments with flags of `SEVERAL` repeated before each of their values, as timm's scripts take them."""
     result: list[str] = []
-    inside = False
+    flag = ""
     for arg in args:
         if arg.startswith("-"):
-            inside = arg == "--model-kwargs"
-        elif inside and result[-1] != "--model-kwargs":
-            inside = "=" in arg
-            result += ["--model-kwargs"] if inside else []
+            flag = arg if arg in SEVERAL else ""
+        elif flag and result[-1] != flag:
+            flag = flag if SEVERAL[flag] in arg else ""
+            result += [flag] if flag else []
         result.append(arg)
     return result
 

@@ -13,7 +13,8 @@ import typer
 from autopar.errors import UsageError, suggest
 from autopar.tools.cli.flags import parse_kwargs
 
-WRITING = ("output", "overwrite", "download")  # say what is written where, which a file from elsewhere must not
+# Flags that say what is written or sent where, which a file from elsewhere must not.
+WRITING = ("output", "overwrite", "download", "log_wandb", "log_mlflow", "wandb_resume_id", "upload_checkpoints")
 
 SHARDS = ("data", "val_split")  # flags with files of WebDataset, or addresses such as pipe:COMMAND
 ADDRESS = re.compile(r"\w:")

@@ -7,10 +7,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import typer
-
 from autopar.errors import UsageError
 from autopar.runtime.launch.environment import broadcast_from_rank0, launched
+from autopar.tools.cli.output import remark
 from autopar.train import LAST, Trainer, check_free, last_of, lies_in, remove_run, run_in, run_on_rank_zero
 from autopar.train.run.state import latest_by_rank_zero
 
@@ -47,7 +46,7 @@ def remove_earlier(folder: Path) -> None:
     found = run_in(folder)
     remove_run(folder)
     if found:
-        typer.echo(f"Removed the earlier run in {folder}: {', '.join(found)}.\n")
+        remark(f"Removed the earlier run in {folder}: {', '.join(found)}.\n")
 
 
 def resumed_checkpoint(folder: Path, resume: str | None, overwrite: bool) -> Path | None:

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
+from autopar.tools.cli.flags import JsonFlag
+from autopar.tools.cli.json_output import prints_json, show_json
 
+
+@prints_json
 def export(
     checkpoint: Annotated[
         Path,
@@ -19,6 +23,7 @@ def export(
     ema: Annotated[
         bool, typer.Option("--ema", help="Export the moving average of the weights (EMA) instead of the weights.")
     ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint's weights as a state dict of the unmodified model, which timm loads by checkpoint_path=."""
     from autopar.api.checkpoint import read_header, read_weights
@@ -39,4 +44,8 @@ def export(
         raise UsageError(
             f"Cannot write {output}: {error}. Give a file in a folder that exists and has room."
         ) from error
-    typer.echo(f"{output}: {len(weights)} tensors of {header.model} after {plural(header.updates, 'update')}")
+    if as_json:
+        written = {"file": output, "tensors": len(weights), "ema": ema, "model": header.model}
+        show_json(written | {"updates": header.updates})
+    else:
+        typer.echo(f"{output}: {len(weights)} tensors of {header.model} after {plural(header.updates, 'update')}")

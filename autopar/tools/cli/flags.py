@@ -7,12 +7,21 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from autopar.errors import UsageError
+from autopar.tools.cli.completion import choices, hardware_names, offered, timm_names
 
 DEFAULT_BATCH = 64
-MODEL_HELP = "A timm name, torchvision:NAME, or package.module:factory."
+ModelArgument = Annotated[
+    str,
+    Argument(
+        help="A timm name, torchvision:NAME, or package.module:factory.",
+        metavar="MODEL",
+        autocompletion=offered(timm_names),
+    ),
+]
+JsonFlag = Annotated[bool, Option("--json", help="Print the result as JSON and nothing else.")]
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,12 @@ class PlanFlags:
         str | None, Option(help="Memory that a plan may use per device, such as 24GiB.", metavar="SIZE")
     ] = None
     hardware: Annotated[
-        str | None, Option(help="Cost model: the name of a shipped one, or a TOML file.", metavar="NAME|FILE")
+        str | None,
+        Option(
+            help="Cost model: the name of a shipped one, or a TOML file.",
+            metavar="NAME|FILE",
+            autocompletion=offered(hardware_names),
+        ),
     ] = None
     cost: Annotated[
         str | None,
@@ -96,6 +110,7 @@ class PlanFlags:
             "the cost model, and where the device is at hand the operations timed whose errors could turn the choice. "
             "Times are kept.",
             metavar="NAME",
+            autocompletion=choices("cost"),
         ),
     ] = None
     measure_seconds: Annotated[
@@ -140,6 +155,7 @@ class PlanFlags:
             help="Dtype in which gradients travel between replicas: float32 (default), or bfloat16, which halves the "
             "bytes and rounds gradients.",
             metavar="DTYPE",
+            autocompletion=choices("reduce_dtype"),
         ),
     ] = None
     microbatches: Annotated[
@@ -166,6 +182,7 @@ class PlanFlags:
             help="Pipeline schedule: 1f1b, interleaved, interleaved-overlap, gpipe; with split backwards zb-h1, zb-v, "
             "searched; or auto (default: the fastest).",
             metavar="NAME",
+            autocompletion=choices("schedule"),
         ),
     ] = None
     precision: Annotated[
@@ -174,6 +191,7 @@ class PlanFlags:
             help="fp32; bf16 or fp16 as torch.autocast with float32 weights; or bf16-params, bfloat16 copies of "
             "float32 parameters. By default the model's own precision.",
             metavar="NAME",
+            autocompletion=choices("precision"),
         ),
     ] = None
     recompute: Annotated[
@@ -182,6 +200,7 @@ class PlanFlags:
             help="Activation checkpointing: none, all (every stage), or auto (default): stages that do not fit "
             "without it.",
             metavar="NAME",
+            autocompletion=choices("recompute"),
         ),
     ] = None
     balance: Annotated[
@@ -189,6 +208,7 @@ class PlanFlags:
         Option(
             help="Quantity that stages share evenly: time (default), params, flops, or uniform (number of operations).",
             metavar="NAME",
+            autocompletion=choices("balance"),
         ),
     ] = None
     pin: Annotated[

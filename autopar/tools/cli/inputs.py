@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
 from autopar.ir.graph import DTYPE_BYTES
 from autopar.tools.cli.flags import parse_shape
+
+if TYPE_CHECKING:  # a wrong --input is refused before torch is imported
+    import torch
 
 # Random token and class numbers are below this, which is valid for any embedding.
 INTEGERS = 4
@@ -18,21 +19,31 @@ INTEGERS = 4
 
 @dataclass(frozen=True)
 class Input:
-    """One input tensor. ``name`` is the argument of forward, empty for a positional input."""
+    """One input tensor.
+
+    Args:
+        name: of forward's argument; empty for a positional input.
+        dtype: torch's name of it, such as ``int64``.
+    """
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     def empty(self) -> torch.Tensor:
         """A tensor of this shape on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        import torch
+
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="meta")
 
     def drawn(self) -> torch.Tensor:
         """A random tensor: normally distributed, or small whole numbers for integer dtypes."""
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            return torch.randn(self.shape, dtype=self.dtype)
-        return torch.randint(INTEGERS, self.shape).to(self.dtype)
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(self.shape, dtype=dtype)
+        return torch.randint(INTEGERS, self.shape).to(dtype)
 
 
 def parse_inputs(texts: Sequence[str] | None, batch: int | None) -> tuple[Input, ...]:
@@ -59,6 +70,11 @@ def parse_inputs(texts: Sequence[str] | None, batch: int | None) -> tuple[Input,
     return tuple(replace(i, shape=(batch, *i.shape[1:])) if i.shape[0] == before else i for i in inputs)
 
 
+def num_samples(inputs: Sequence[Input], batch: int) -> int:
+    """Samples of the inputs; the batch of the flags without any."""
+    return inputs[0].shape[0] if inputs else batch
+
+
 def parse_input(text: str) -> Input:
     """One input from its text. Raises as `parse_inputs`."""
     name, equals, rest = text.rpartition("=")
@@ -69,7 +85,7 @@ def parse_input(text: str) -> Input:
         raise UsageError(
             f"Cannot read --input {text!r}: {dtype!r} is not a dtype. Choose one of {', '.join(DTYPE_BYTES)}."
         )
-    return Input(name.strip(), parse_shape(shape), getattr(torch, dtype.strip()) if colon else torch.float32)
+    return Input(name.strip(), parse_shape(shape), dtype.strip() if colon else "float32")
 
 
 def example(inputs: Sequence[Input], make: Callable[[Input], torch.Tensor]) -> Any:

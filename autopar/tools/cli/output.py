@@ -6,32 +6,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.table import plan_text
+from autopar.ir.terminal import has_colors, is_quiet, text_width
 from autopar.ir.text import rendered
-
-PIPE_WIDTH, MAX_WIDTH = 100, 120
+from autopar.runtime.checkpoint.folder import checkpoint_around
 
 
 def show(parts: Sequence[RenderableType]) -> None:
     """Print tables in the width of the terminal, coloured if it has colours."""
-    typer.echo(rendered(parts, *screen()))
+    typer.echo(rendered(parts, *screen()), color=has_colors())
 
 
 def show_plan(plan: Plan) -> None:
     """Print a plan."""
-    typer.echo(plan_text(plan, *screen()))
+    typer.echo(plan_text(plan, *screen()), color=has_colors())
 
 
 def screen() -> tuple[int, bool]:
     """Number of columns, and whether to use colours."""
-    console = Console()
-    if not console.is_terminal:
-        return PIPE_WIDTH, False
-    return min(console.width, MAX_WIDTH), not console.no_color
+    return text_width(), has_colors()
+
+
+def remark(text: str, err: bool = False) -> None:
+    """Print a line that is no result; nothing under ``--quiet``."""
+    if not is_quiet():
+        typer.echo(text, err=err)
 
 
 def check_writable(path: Path) -> None:
@@ -39,10 +42,6 @@ def check_writable(path: Path) -> None:
 
     An existing file stays unchanged.
     """
-    from autopar.runtime.checkpoint.folder import (
-        checkpoint_around,  # imports torch, which takes longer than printing
-    )
-
     checkpoint = checkpoint_around(path)
     if checkpoint is not None:
         raise UsageError(

@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from autopar.tools.cli.command import takes_flags
-from autopar.tools.cli.flags import DEFAULT_BATCH, MODEL_HELP, ModelFlags, PlanFlags
+from autopar.tools.cli.flags import DEFAULT_BATCH, JsonFlag, ModelArgument, ModelFlags, PlanFlags
+from autopar.tools.cli.json_output import prints_json, show_json
 
 
 @takes_flags
+@prints_json
 def plan(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    model: ModelArgument,
     devices: Annotated[int, typer.Option(min=1, help="Devices to split the model over.", metavar="N")],
     model_flags: ModelFlags,
     plan_flags: PlanFlags,
@@ -31,29 +33,39 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Save the plan as JSON.", metavar="FILE")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Find the best way to split MODEL; needs no GPU and no weights."""
-    constraints = plan_flags.constraints() | model_flags.layout()
-    import autopar
-    from autopar.tools.cli.inputs import Input, example, parse_inputs
-    from autopar.tools.cli.models import model_source
-    from autopar.tools.cli.output import check_writable, save_plan, show_plan
-    from autopar.tools.cli.train_flags import EMA_DECAY
-    from autopar.train import timm_average, timm_optimizer
+    from autopar.ir.status import showing_status
+    from autopar.tools.cli.early_checks import check_request
+    from autopar.tools.cli.inputs import Input, example, num_samples, parse_inputs
+    from autopar.tools.cli.output import check_writable, remark, save_plan, show_plan
 
+    constraints = plan_flags.constraints() | model_flags.layout()
+    inputs = parse_inputs(model_flags.inputs, batch)
+    check_request(model, devices, num_samples(inputs, batch or DEFAULT_BATCH), constraints)
     if output is not None:
         check_writable(output)
-    source = model_source(model, model_flags, batch or DEFAULT_BATCH)
-    inputs = example(parse_inputs(model_flags.inputs, batch), Input.empty)
-    optimizer = timm_optimizer(source.build("meta"), opt, None) if opt is not None else None
-    ema = timm_average(EMA_DECAY) if model_ema else None
-    found = autopar.plan(source, devices, inputs, batch_size=batch, optimizer=optimizer, ema=ema, **constraints)
+    with showing_status("importing torch"):
+        import autopar
+        from autopar.tools.cli.models import model_source
+
+        source = model_source(model, model_flags, batch or DEFAULT_BATCH)
+        optimizer = ema = None
+        if opt is not None or model_ema:  # 0.2 s of imports
+            from autopar.tools.cli.train_flags import EMA_DECAY
+            from autopar.train import timm_average, timm_optimizer
+
+            optimizer = timm_optimizer(source.build("meta"), opt, None) if opt is not None else None
+            ema = timm_average(EMA_DECAY) if model_ema else None
+        found = autopar.plan(
+            source, devices, example(inputs, Input.empty), batch_size=batch, optimizer=optimizer, ema=ema, **constraints
+        )
     if output is not None:
         save_plan(found, output)
     if as_json:
-        typer.echo(found.to_json(), nl=False)
-        return
-    show_plan(found)
+        show_json(found.to_json())
+    else:
+        show_plan(found)
     if output is not None:
-        typer.echo(f"\nsaved to {output}")
+        remark(f"\nsaved to {output}")

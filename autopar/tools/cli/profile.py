@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.errors import UsageError, suggest
+from autopar.tools.cli.flags import JsonFlag
+from autopar.tools.cli.json_output import prints_json, show_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,6 +31,7 @@ CPU_DEVICES = 2
 MAX_NAMED = 8  # measurements that an error names
 
 
+@prints_json
 def profile(
     output: Annotated[
         Path,
@@ -68,6 +71,7 @@ def profile(
         bool,
         typer.Option("--anyway", help="Write the file even if repeated measurements disagree, as on a busy machine."),
     ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine for a few minutes and write a cost model for --hardware.
 
@@ -77,7 +81,7 @@ def profile(
     kinds = parse_kinds(only)
     machine, per_node = profiled_machine(devices, backend)
     if machine.launched is None:
-        run_profile(profile_request(output, name, machine, per_node, kinds), anyway)
+        run_profile(profile_request(output, name, machine, per_node, kinds), anyway, as_json)
         return
     from autopar.measure.machine.launched import launched_ranks
 
@@ -85,11 +89,13 @@ def profile(
         if machine.launched.rank > 0:
             ranks.follow()
         else:
-            run_profile(profile_request(output, name, machine, per_node, kinds, ranks), anyway)
+            run_profile(profile_request(output, name, machine, per_node, kinds, ranks), anyway, as_json)
 
 
-def run_profile(request: ProfileRequest, anyway: bool) -> None:
+def run_profile(request: ProfileRequest, anyway: bool, as_json: bool) -> None:
     """Measure, and write the file if all is there that it needs."""
+    from autopar.tools.cli.output import remark, show
+
     raw, num_measured = measure_points(request)
     categories = dict.fromkeys(case.category for case in request.cases)
     missing = [category for category in categories if category not in {p.case.category for p in raw.points}]
@@ -98,8 +104,21 @@ def run_profile(request: ProfileRequest, anyway: bool) -> None:
             f"Measured {num_measured} points, kept in {request.part}. {request.output} needs {', '.join(missing)} too: "
             f"autopar profile -o {request.output}"
         )
+        if as_json:
+            show_json({"file": None, "part": request.part, "missing": missing, "constants": ()})
         return
-    write_cost_model(request, raw, anyway)
+    constants = write_cost_model(request, raw, anyway)
+    if as_json:
+        show_json({"file": request.output, "part": None, "missing": (), "constants": constants})
+    else:
+        show([constants_table(constants)])
+    kept = request.preserved.without({constant.path for constant in constants}).tables
+    if kept:
+        sections = (f"[{table}] {' and '.join(numbers)}" for table, numbers in kept.items())
+        remark(f"kept as they were: {', '.join(sections)}")
+    devices = raw.setting.devices * raw.setting.nodes
+    command = f"autopar plan MODEL --devices {devices} --hardware {request.output}"
+    remark(f"\nsaved to {request.output}; plan with it: {command}")
 
 
 @dataclass(frozen=True)
@@ -207,8 +226,8 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
     return RawMeasurements(setting, tuple(points[case] for case in request.cases if case in points)), len(todo)
 
 
-def write_cost_model(request: ProfileRequest, raw: RawMeasurements, anyway: bool) -> None:
-    """Fit the constants, write the file, and show them.
+def write_cost_model(request: ProfileRequest, raw: RawMeasurements, anyway: bool) -> Sequence[Constant]:
+    """Fit the constants and write the file.
 
     Args:
         anyway: whether points whose repeats spread are accepted.
@@ -220,7 +239,6 @@ def write_cost_model(request: ProfileRequest, raw: RawMeasurements, anyway: bool
     from autopar.cost.hardware.load import load_hardware
     from autopar.measure.machine.fit_constants import fit
     from autopar.measure.machine.write_cost_model import cost_model_text
-    from autopar.tools.cli.output import show
 
     output = request.output
     constants = fit(raw.points, raw.setting)
@@ -231,12 +249,7 @@ def write_cost_model(request: ProfileRequest, raw: RawMeasurements, anyway: bool
     output.write_text(cost_model_text(name, raw, constants, datetime.date.today(), preserved), encoding="utf-8")
     load_hardware(output)
     request.part.unlink()
-    show([constants_table(constants)])
-    if preserved.tables:
-        sections = (f"[{table}] {' and '.join(numbers)}" for table, numbers in preserved.tables.items())
-        typer.echo(f"kept as they were: {', '.join(sections)}")
-    devices = raw.setting.devices * raw.setting.nodes
-    typer.echo(f"\nsaved to {output}; plan with it: autopar plan MODEL --devices {devices} --hardware {output}")
+    return constants
 
 
 def parse_kinds(texts: Sequence[str] | None) -> frozenset[str]:
@@ -266,20 +279,21 @@ def reusable_points(request: ProfileRequest) -> tuple[MeasuredPoint, ...]:
     """
     from autopar.measure.machine.points import load_points
     from autopar.measure.machine.write_cost_model import raw_points
+    from autopar.tools.cli.output import remark
 
     output, setting = request.output, request.setting
     resumed = load_points(request.part, setting)
     if resumed.note:
-        typer.echo(resumed.note, err=True)
+        remark(resumed.note, err=True)
     if resumed.points or not request.kinds or not output.exists():
         return resumed.points
     raw = raw_points(output)
     if raw is None or setting.differences(raw.setting):
         why = "no points" if raw is None else f"points of another setting ({setting.differences(raw.setting)})"
-        typer.echo(f"{output} has {why}; it is measured again.", err=True)
+        remark(f"{output} has {why}; it is measured again.", err=True)
         return ()
     points = tuple(p for p in raw.points if p.case.category not in request.kinds)
-    typer.echo(f"Keeping {len(points)} points of {output}.", err=True)
+    remark(f"Keeping {len(points)} points of {output}.", err=True)
     return points
 
 
@@ -307,18 +321,20 @@ def check_spread(raw: RawMeasurements, part: Path) -> None:
 @contextmanager
 def showing_progress(count: int) -> Iterator[Callable[[int, str], None]]:
     """Within ``with``, a function that shows how many measurements are done: as a bar in a terminal, else as lines."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
+    from autopar.ir.terminal import progress_console
+    from autopar.tools.cli.output import remark
+
+    console = progress_console()
+    if not console.is_interactive:
         shown: set[str] = set()
 
         def say(done: int, name: str) -> None:
             kind = name.split(" ")[0] + " between nodes" * name.endswith(" nodes")
             if kind and kind not in shown:
                 shown.add(kind)
-                typer.echo(f"[{done + 1}/{count}] {kind}", err=True)
+                remark(f"[{done + 1}/{count}] {kind}", err=True)
 
         yield say
         return

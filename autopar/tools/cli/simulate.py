@@ -10,9 +10,13 @@ import typer
 
 from autopar.errors import UsageError
 from autopar.tools.cli.command import takes_flags
+from autopar.tools.cli.completion import offered
+from autopar.tools.cli.flags import JsonFlag
+from autopar.tools.cli.json_output import prints_json, show_json
 
 
 @takes_flags
+@prints_json
 def simulate(
     plan: Annotated[Path, typer.Argument(help="A plan file, as written by `autopar plan -o`.", metavar="PLAN.json")],
     schedule: Annotated[
@@ -21,6 +25,7 @@ def simulate(
             help="Schedule to simulate instead of the plan's: 1f1b or gpipe if ranks have one chunk, interleaved or "
             "interleaved-overlap if they have several.",
             metavar="NAME",
+            autocompletion=offered(lambda: ("1f1b", "gpipe", "interleaved", "interleaved-overlap")),
         ),
     ] = None,
     trace: Annotated[
@@ -29,11 +34,11 @@ def simulate(
     png: Annotated[
         Path | None, typer.Option(help="Write a chart of the step and of memory over time as PNG.", metavar="FILE")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Simulate a planned training step: when ranks compute, wait and hold memory; needs no model and no devices."""
     from autopar.ir.plan import Plan
-    from autopar.tools.cli.output import check_files, screen, show, write
+    from autopar.tools.cli.output import check_files, remark, screen, show, write
     from autopar.tools.report.figure import needed_figure, save_figure
     from autopar.tools.report.plan_trace import trace_events
     from autopar.tools.report.simulate_table import numbers, simulation_parts
@@ -50,7 +55,7 @@ def simulate(
     own = simulate_plan(found)
     step = own if schedule is None else simulate_plan(found, schedule)
     if as_json:
-        typer.echo(json.dumps(numbers(step, own), indent=2))
+        show_json(numbers(step, own))
     else:
         show(simulation_parts(step, own, screen()[0]))
     if trace is not None:
@@ -58,5 +63,5 @@ def simulate(
     if png is not None:
         save_figure(figure_of(step), png)
     written = [str(path) for path in (trace, png) if path is not None]
-    if written and not as_json:
-        typer.echo(f"\nsaved to {' and '.join(written)}")
+    if written:
+        remark(f"\nsaved to {' and '.join(written)}")

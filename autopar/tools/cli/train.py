@@ -10,7 +10,8 @@ import typer
 from autopar.errors import UsageError
 from autopar.tools.cli.command import takes_flags
 from autopar.tools.cli.config import ConfigFlag
-from autopar.tools.cli.flags import DEFAULT_BATCH, MODEL_HELP, BuildFlags, PlanFlags, RunFlags
+from autopar.tools.cli.flags import DEFAULT_BATCH, BuildFlags, JsonFlag, ModelArgument, PlanFlags, RunFlags
+from autopar.tools.cli.json_output import prints_json
 from autopar.tools.cli.train_flags import (
     AugmentationFlags,
     DataFlags,
@@ -19,19 +20,22 @@ from autopar.tools.cli.train_flags import (
     ScheduleFlags,
     WeightsFlags,
 )
+from autopar.tools.cli.train_tracking import TrackingFlags
 from autopar.tools.cli.unused_flags import refuse_idle, refuse_training_flags
 
 
 @takes_flags
+@prints_json
 def train(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    model: ModelArgument,
     data_flags: DataFlags,
     weights_flags: WeightsFlags,
     augmentation_flags: AugmentationFlags,
     optimizer_flags: OptimizerFlags,
     schedule_flags: ScheduleFlags,
     regularization_flags: RegularizationFlags,
+    tracking_flags: TrackingFlags,
     build_flags: BuildFlags,
     plan_flags: PlanFlags,
     run_flags: RunFlags,
@@ -92,16 +96,16 @@ def train(
     ] = False,
     plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.", metavar="PLAN.json")] = None,
     config: ConfigFlag = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Train MODEL on an image data set over N devices, and show that its weights work in the unmodified model."""
+    from autopar.api.model_names import check_known
     from autopar.ir.plan import Plan
-    from autopar.tools.cli.train_request import Run
-    from autopar.tools.cli.train_run import run
 
     del config  # its values are the other flags' by now
     if val_only:
         refuse_training_flags(context)
-    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
+    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, tracking_flags, epochs)
     constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None
     if given is None or build_flags.channels_last is False:  # with a plan, --channels-last is the model's format alone
@@ -112,10 +116,14 @@ def train(
     accumulated = optimizer_flags.grad_accum_steps
     batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
     folder = output or Path("runs") / model.replace(":", "_")
+    check_known(model)
+    from autopar.tools.cli.train_request import Run  # imports torch
+    from autopar.tools.cli.train_run import run
+
     run(
         Run(
             model, build_flags, weights_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags,
-            regularization_flags, devices, epochs, batch, seed, val_only, resume, checkpoint_steps, keep, folder,
-            overwrite, given, constraints,
+            regularization_flags, tracking_flags, devices, epochs, batch, seed, val_only, resume, checkpoint_steps,
+            keep, folder, overwrite, given, constraints, as_json, context.params,
         )
     )  # fmt: skip

@@ -7,12 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
-import typer
-
 from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
 from autopar.ir.units import plural
 from autopar.runtime.launch.devices import this_machine
+from autopar.tools.cli.output import remark
 from autopar.tools.cli.train_request import Run
 from autopar.train import Data, PartLoader, is_rank_zero, read_run
 from autopar.train.data.device_samples import check_device_images
@@ -103,7 +102,7 @@ def faster_loader(pm: ParallelModel, make: MakeLoader, workers: int) -> str:
             reason = f"{processes}, {gpu:,.0f} images/s on the GPU, and training takes {trained:,.0f}"
         else:
             reason = impossible or f"{processes}, {gpu:,.0f} images/s on the GPU"
-        typer.echo(f"loader      {chosen}: {reason}\n")
+        remark(f"loader      {chosen}: {reason}\n")
     return chosen
 
 

@@ -23,6 +23,7 @@ from autopar.tools.cli.train_flags import (
     ScheduleFlags,
     WeightsFlags,
 )
+from autopar.tools.cli.train_tracking import TrackingFlags
 from autopar.train import Mixup, micro_batch
 from autopar.train.timm_optional import needed
 
@@ -33,7 +34,10 @@ ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that
 
 @dataclass(frozen=True)
 class Run:
-    """Values of the flags of ``autopar train``. ``plan`` and ``devices`` are None if their flags are not given."""
+    """Values of the flags of ``autopar train``. ``plan`` and ``devices`` are None if their flags are not given.
+
+    ``flags`` are the values of all flags by name, as given, for trackers.
+    """
 
     model: str
     build: BuildFlags
@@ -43,6 +47,7 @@ class Run:
     optimizer: OptimizerFlags
     schedule: ScheduleFlags
     regularization: RegularizationFlags
+    tracking: TrackingFlags
     devices: int | None
     epochs: int
     batch_size: int
@@ -55,6 +60,8 @@ class Run:
     overwrite: bool
     plan: Plan | None
     constraints: Mapping[str, Any]
+    as_json: bool
+    flags: Mapping[str, Any]
 
     @property
     def restarts(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from autopar.api.model import ParallelModel
 from autopar.api.model_source import ModelSource, in_channels_last
 from autopar.api.parallelize import parallelize
 from autopar.errors import UsageError
+from autopar.ir.terminal import is_quiet
 from autopar.ir.units import percent, plural
 from autopar.runtime.launch.environment import broadcast_from_rank0, launched
 from autopar.tools.cli.existing_run import farewell, remove_earlier, resumed_checkpoint
 from autopar.tools.cli.initial_weights import check_weights_flags, start_model
+from autopar.tools.cli.json_output import show_json
 from autopar.tools.cli.models import named_plan
-from autopar.tools.cli.output import save_plan, show_plan
+from autopar.tools.cli.output import remark, save_plan, show_plan
 from autopar.tools.cli.train_flags import EMA_DECAY
 from autopar.tools.cli.train_inputs import model_and_data, steps_per_epoch
 from autopar.tools.cli.train_loader import (
@@ -35,7 +37,7 @@ from autopar.tools.cli.train_loader import (
     resumed_loader,
 )
 from autopar.tools.cli.train_request import ENDLESS, Run
-from autopar.tools.cli.verify_weights import ReferenceScore, verify
+from autopar.tools.cli.verify_weights import ReferenceScore, VerifiedWeights, verify
 from autopar.train import (
     EMA_WEIGHTS,
     EPOCHS,
@@ -97,7 +99,9 @@ def validate(asked: Run) -> None:
         if loader == AUTO:
             loader = faster_loader(pm, images, asked.workers)
         found = evaluate(pm, images(loader == GPU).epoch(1))
-    if is_rank_zero():
+    if is_rank_zero() and asked.as_json:
+        show_json({**asdict(found), "devices": devices})
+    elif is_rank_zero():
         typer.echo(
             f"loss {found.loss:.4f}  top-1 {percent(found.accuracy, 2)}  top-5 {percent(found.top5, 2)}  on "
             f"{plural(found.samples, 'test image')}, with {plural(devices, 'device')}"
@@ -137,12 +141,13 @@ def run_to_the_end(asked: Run) -> None:
         plan = named_plan(pm.plan, source)
         if is_rank_zero():
             save_plan(plan, asked.folder / PLAN)
-            show_plan(plan)
+            if not is_quiet():
+                show_plan(plan)
             at = trainer.position
             length = f"{plural(asked.epochs, 'epoch')} of {plural(at.steps, 'update')}"
             if checkpoint is not None:
                 length += f"; goes on from {checkpoint} in epoch {at.epoch}, after {plural(at.step, 'update')}"
-            typer.echo(f"\n{data}; {length}\n")
+            remark(f"\n{data}; {length}\n")
         fit(trainer)
         score = partial(ReferenceScore.of, pm, data, asked.at_once, source.channels_last)
         weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: score()}
@@ -155,12 +160,21 @@ def run_to_the_end(asked: Run) -> None:
         for name, state in weights.items():
             metadata = {"format": "pt", "model": source.name, "updates": str(trainer.position.update)}
             save_weights(state, asked.folder / name, metadata)
-        typer.echo("")
+        remark("")
+        scores = []
         for name, proof in proofs.items():
             title = "test accuracy" if name == WEIGHTS else "of averages"
-            verify(proof, source, asked.folder / name, plan, device, title)
+            scores.append(verify(proof, source, asked.folder / name, plan, device, title))
+        if asked.as_json:
+            show_json(run_numbers(asked, trainer.position.update, scores))
         files = [*weights, PLAN, EPOCHS]
         typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
+
+
+def run_numbers(asked: Run, updates: int, weights: Sequence[VerifiedWeights]) -> dict[str, Any]:
+    """The finished run for programs; keys as in docs/command_line.md."""
+    files = {"plan": asked.folder / PLAN, "history": asked.folder / EPOCHS}
+    return {"output": asked.folder, "epochs": asked.epochs, "updates": updates, "weights": weights, **files}
 
 
 def example_of(asked: Run, source: ModelSource, data: Data) -> torch.Tensor:
@@ -172,7 +186,7 @@ def example_of(asked: Run, source: ModelSource, data: Data) -> torch.Tensor:
 def show_images(data: Data) -> None:
     """Print what the model is fed, on rank 0."""
     if is_rank_zero():
-        typer.echo(f"images      {data.form}\n")
+        remark(f"images      {data.form}\n")
 
 
 def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
@@ -218,7 +232,8 @@ def trainer_of(
     """Trainer with the callbacks that write and show the command's results; ``loader`` is cpu or gpu."""
     folder, decode_on_gpu = asked.folder, loader == GPU
     saving = Checkpoints(folder, asked.checkpoint_steps, asked.keep)
-    writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), saving)
+    trackers = asked.tracking.trackers(folder, {**asked.flags, "batch_size": asked.batch_size})
+    writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), *trackers, saving)
     return Trainer(
         pm,
         training_images(asked, pm, source, data, mixup, decode_on_gpu),
@@ -280,6 +295,8 @@ def is_finished(asked: Run, checkpoint: Path) -> bool:
     files = [asked.folder / name for name in (WEIGHTS, *([EMA_WEIGHTS] if asked.optimizer.model_ema else []))]
     if position.epoch <= asked.epochs or any(exported_updates(file) != position.update for file in files):
         return False
+    if asked.as_json:
+        show_json(run_numbers(asked, position.update, [VerifiedWeights(file) for file in files]))
     typer.echo(
         f"The run in {asked.folder} is finished: it has done {plural(position.epoch - 1, 'epoch')}. Its weights are in "
         f"{' and '.join(map(str, files))}."
@@ -324,5 +341,5 @@ def number_of_devices(asked: Run) -> int:
         return launch.world
     gpus = 0 if asked.constraints.get("backend") == "gloo" else torch.cuda.device_count()
     where = f"all {gpus} GPUs" if gpus > 1 else "the GPU" if gpus else "one CPU process"
-    typer.echo(f"Training on {where} of this machine; --devices N chooses another number.\n")
+    remark(f"Training on {where} of this machine; --devices N chooses another number.\n")
     return gpus or 1

@@ -10,6 +10,7 @@ import typer
 
 from autopar.errors import UsageError
 from autopar.tools.cli.train_flags import AugmentationFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
+from autopar.tools.cli.train_tracking import TrackingFlags
 
 Values = Mapping[str, Any]  # of all flags by name; ``warmup`` is --warmup-epochs or its default
 
@@ -51,10 +52,16 @@ RULES = (
     of_schedules("decay_milestones", "multistep"),
     of_schedules("decay_rate", "step", "multistep", "plateau", "poly"),
     of_schedules("sched_on_updates", *WARMING),
+    *(
+        Rule(flag, lambda f: f["log_wandb"], "--log-wandb")
+        for flag in ("wandb_project", "wandb_tags", "wandb_resume_id")
+    ),
+    Rule("mlflow_experiment", lambda f: f["log_mlflow"], "--log-mlflow"),
+    Rule("upload_checkpoints", lambda f: f["log_wandb"] or f["log_mlflow"], "--log-wandb or --log-mlflow"),
 )
 
 
-GROUPS = (OptimizerFlags, ScheduleFlags, RegularizationFlags, AugmentationFlags)
+GROUPS = (OptimizerFlags, ScheduleFlags, RegularizationFlags, AugmentationFlags, TrackingFlags)
 OF_TRAINING = {field.name for group in GROUPS for field in fields(group)} - {"amp_dtype", "grad_accum_steps"} | {
     "epochs", "checkpoint_steps", "keep", "output", "overwrite", "train_num_samples",
 }  # fmt: skip
@@ -73,6 +80,7 @@ def refuse_idle(
     schedule: ScheduleFlags,
     regularization: RegularizationFlags,
     augmentation: AugmentationFlags,
+    tracking: TrackingFlags,
     epochs: int,
 ) -> None:
     """Check the given flags against `RULES`.
@@ -81,7 +89,7 @@ def refuse_idle(
         UsageError: a flag has no effect; names its condition.
     """
     values: dict[str, Any] = {"warmup": schedule.warmup(epochs)}
-    for group in (optimizer, schedule, regularization, augmentation):
+    for group in (optimizer, schedule, regularization, augmentation, tracking):
         values |= asdict(group)
     for rule in RULES:
         given = values[rule.flag] is not None and values[rule.flag] is not False

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
+from autopar.tools.cli.flags import JsonFlag
+from autopar.tools.cli.json_output import prints_json, show_json
 
+
+@prints_json
 def verify(
     checkpoint: Annotated[
         Path,
@@ -16,6 +20,7 @@ def verify(
             metavar="FOLDER",
         ),
     ],
+    as_json: JsonFlag = False,
 ) -> None:
     """Check that a checkpoint is as it was saved, with the older ones that are kept in its folder; needs no GPU.
 
@@ -26,7 +31,7 @@ def verify(
     from autopar.runtime.checkpoint.folder import is_checkpoint, kept, read_header
     from autopar.runtime.checkpoint.verify import verified
     from autopar.tools.cli.output import show
-    from autopar.tools.report.verify_table import verify_parts
+    from autopar.tools.report.verify_table import verify_numbers, verify_parts
     from autopar.train import BEST, LAST
 
     folders = [folder for folder in (checkpoint / LAST, checkpoint / BEST) if folder.is_dir()]
@@ -35,7 +40,10 @@ def verify(
     elif not folders:
         read_header(checkpoint)  # raises, because there is none
     results = [verified(one) for folder in folders for one in (folder, *kept(folder))]
-    show(verify_parts(results))
+    if as_json:
+        show_json(verify_numbers(results))
+    else:
+        show(verify_parts(results))
     faults = [result.fault for result in results if result.fault is not None]
     if faults:
         raise CheckpointError(

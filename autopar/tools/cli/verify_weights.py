@@ -40,8 +40,25 @@ class ReferenceScore:
         return ReferenceScore(some, batch_size, evaluate(pm, images.epoch(1)))
 
 
-def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
+@dataclass(frozen=True)
+class VerifiedWeights:
+    """A file of weights, and accuracies on the first `MAX_IMAGES` test images, if they were compared.
+
+    ``accuracy`` is the parallel model's, ``unmodified_accuracy`` that of the unmodified model with the weights.
+    """
+
+    file: Path
+    accuracy: float | None = None
+    unmodified_accuracy: float | None = None
+    images: int | None = None
+
+
+def verify(
+    proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan, device: str, title: str
+) -> VerifiedWeights:
     """Load the weights into the unmodified model in this process and compare its accuracy with the parallel model's.
+
+    Prints both accuracies.
 
     Args:
         title: printed before the figures.
@@ -70,3 +87,4 @@ def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan
             f"The unmodified {source.name} gets {scored.right} of {total} test images right with {weights}, "
             f"the parallel model got {proof.scored.right}. Run `autopar check` on it and report that."
         )
+    return VerifiedWeights(weights, proof.scored.accuracy, scored.accuracy, total)

@@ -7,6 +7,6 @@ Files in reading order:
 
 - `breakdown.py`: seconds of the step by activity, at every pipeline position.
 - `advice.py`: what bounds the step, and changes that would shorten it.
-- `why_not.py`: plans again under a constraint and compares.
+- `why_not.py`: plans again under a constraint and compares; `why_not_result.py`: the answer.
 - `diff.py`: settings, cuts and shardings that differ between two plans.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.api.options import Options
-from autopar.api.planning.plan import PlanRequest, constraints_of, lower_example, plan_graph
+from autopar.api.planning.plan import PlanRequest, lower_example, plan_graph
 from autopar.cost.hardware.load import hardware_names, load_hardware
 from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
 from autopar.ir.graph import Graph
@@ -21,7 +21,8 @@ from autopar.ir.plan_parts import Alternative
 from autopar.ir.table import comparison_text
 from autopar.ir.units import TIME, text
 from autopar.solve.result.step_breakdown import excess_text
-from autopar.tools.explain.breakdown import Breakdown, breakdown_of
+from autopar.tools.explain.breakdown import breakdown_of
+from autopar.tools.explain.why_not_result import WhyNotResult
 from autopar.trace.call import Call
 from autopar.trace.lower import lower_planned
 from autopar.trace.passes.layouts import gain_from_channels_last
@@ -57,21 +58,6 @@ class ReplanContext:
     opt: str | None = None
     ema: Callable[[nn.Module], Any] | None = None
     channels_last: bool = False
-
-
-@dataclass(frozen=True)
-class WhyNotResult:
-    """The best plan under a constraint and its breakdown; both None if no plan satisfies the constraint.
-
-    ``text`` compares that plan with the file's, or explains why there is none. ``command`` makes that plan; it is set
-    only if that plan is faster.
-    """
-
-    asked: str
-    text: str
-    plan: Plan | None = None
-    breakdown: Breakdown | None = None
-    command: str = ""
 
 
 def plan_hardware(plan: Plan, file: str | None) -> Hardware:
@@ -131,7 +117,7 @@ def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> t
     graph = lower_planned(plan, rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train")
     keywords = [asked_of(plan, rebuilt.hardware, graph, question) for question in questions]
     for options in keywords:
-        constraints_of(Options.of(options), plan.mesh.devices, plan.batch)
+        Options.of(options).constraints(plan.mesh.devices, plan.batch)
     plan.stage_of(graph)  # refuses a model other than the plan's
     return tuple(answer(plan, rebuilt, question.asked, options) for question, options in zip(questions, keywords))
 

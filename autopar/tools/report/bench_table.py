@@ -11,14 +11,14 @@ from rich.text import Text
 
 from autopar.ir.text import NONE, labelled, numeric, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, signed_percent, text
-from autopar.tools.bench.calibration import Calibration, summary
-from autopar.tools.bench.result import BenchResult, BenchRow
+from autopar.tools.bench.calibration_point import CalibrationView
+from autopar.tools.bench.row import BenchRow, BenchView
 
 INDENT = 2  # columns before the lines below a run's name
 NAME_CELLS = 46
 
 
-def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
+def bench_parts(result: BenchView) -> Sequence[RenderableType]:
     """Setting of the measurement, a row per baseline, the plans' bubbles, and memory rank by rank."""
     precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
     lines = [
@@ -38,7 +38,7 @@ def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
     return parts
 
 
-def rate_table(result: BenchResult) -> Table:
+def rate_table(result: BenchView) -> Table:
     """A row per baseline: its best variant, or the reason why it has none."""
     titles = ("first step", "step", "samples/s", "TFLOP/s per device", "peak memory")
     table = plain_table(Column("run", overflow="fold", max_width=NAME_CELLS), *numeric(*titles, overflow="fold"))
@@ -96,7 +96,7 @@ def memory_table(row: BenchRow, memory: str) -> Table:
     return table
 
 
-def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
+def calibration_parts(calibration: CalibrationView) -> Sequence[RenderableType]:
     """Machine and cost model, a row per plan, and a summary of the errors."""
     head = (
         ("machine", calibration.machine),
@@ -106,7 +106,7 @@ def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
     return [labelled(head), "", points_table(calibration), "", labelled(summary(calibration))]
 
 
-def points_table(calibration: Calibration) -> Table:
+def points_table(calibration: CalibrationView) -> Table:
     """A row per plan: its step and its fullest rank, predicted and measured."""
     titles = ("predicted step", "measured", "error", "predicted peak", "measured", "worst rank")
     plan = Column("model, batch, plan", overflow="fold", max_width=NAME_CELLS)
@@ -122,3 +122,14 @@ def points_table(calibration: Calibration) -> Table:
             signed_percent(max(point.memory_errors, key=abs)),
         )
     return table
+
+
+def summary(calibration: CalibrationView) -> Sequence[tuple[str, str]]:
+    """The errors of step times and of peaks, in words."""
+    plans = plural(len(calibration.points), "plan")
+    ranks = plural(sum(len(point.predicted_bytes) for point in calibration.points), "rank")
+    time, peaks = calibration.time, calibration.peaks
+    return (
+        ("time", f"median {percent(time.median)}, worst {percent(time.worst)} of {plans}"),
+        ("memory", f"median {percent(peaks.median)}, worst {percent(peaks.worst)} of {ranks}"),
+    )

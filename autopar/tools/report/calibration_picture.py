@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import percent
-from autopar.tools.bench.calibration import Calibration, CalibrationPoint, ErrorBand
+from autopar.tools.bench.calibration import Calibration
+from autopar.tools.bench.calibration_point import CalibrationPoint, ErrorBand
 from autopar.tools.report.figure import needed_figure
 
 Pair = tuple[float, float]  # measured, predicted

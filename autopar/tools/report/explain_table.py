@@ -16,7 +16,7 @@ from autopar.solve.result.step_breakdown import StepBreakdown
 from autopar.tools.explain.advice import Explanation
 from autopar.tools.explain.breakdown import BUFFERS, Breakdown, Position
 from autopar.tools.explain.diff import Change, Difference
-from autopar.tools.explain.why_not import WhyNotResult
+from autopar.tools.explain.why_not_result import WhyNotResult
 
 ROUNDING = 1e-9  # share of a step below which a part counts as absent
 LONGEST_LIST = 24  # rows of shardings that differ
@@ -42,9 +42,7 @@ def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Seque
         *(("note", note) for note in explanation.notes),
     ]
     parts: list[RenderableType] = [labelled(lines), "", time_table(breakdown, width)]
-    parts += [f"in {unit_of(step, TIME)[0]} and % of the step", "", memory_table(breakdown)]
-    if any(p.memory.largest for p in breakdown.positions):
-        parts.append("* the largest part; gradients count with the weights, state is the optimizer's")
+    parts += [units_note(breakdown), "", memory_table(breakdown), *memory_notes(breakdown)]
     if explanation.suggestions:
         parts += ["", help_table(explanation, step)]
     return parts
@@ -95,6 +93,18 @@ def shown(*parts: StepBreakdown) -> Sequence[str]:
 def of_position(position: Position) -> Sequence[str]:
     """Ranks and stages of a position, as texts."""
     return ranks_text(position.ranks), ", ".join(map(str, position.stages))
+
+
+def units_note(breakdown: Breakdown) -> str:
+    """Line below `time_table`."""
+    return f"in {unit_of(breakdown.step_seconds, TIME)[0]} and % of the step"
+
+
+def memory_notes(breakdown: Breakdown) -> Sequence[str]:
+    """Line below `memory_table`, if the plan has memory figures of its stages."""
+    if not any(p.memory.largest for p in breakdown.positions):
+        return ()
+    return ("* the largest part; gradients count with the weights, state is the optimizer's",)
 
 
 def memory_table(breakdown: Breakdown) -> Table:

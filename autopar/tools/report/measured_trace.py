@@ -10,6 +10,8 @@ from autopar.ir.plan import Plan
 from autopar.runtime.engine.records import ActionTiming
 from autopar.runtime.spec import rank_text
 from autopar.schedule.actions import Action
+from autopar.schedule.timeline import Span
+from autopar.tools.bench.timeline import MeasuredTimeline
 from autopar.tools.report.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title
 
 # Largest error of a GPU's first action on the host's clock, by `Stopwatch.host_ns`. On CPU there is no error.
@@ -32,19 +34,31 @@ class MeasuredStep:
     started_ns: Mapping[int, int]
     step_ns: Mapping[int, tuple[int, int]]
 
+    @property
+    def timeline(self) -> MeasuredTimeline:
+        """The step on one clock."""
+        zero, ranks = min(called for called, _ in self.step_ns.values()), sorted(self.spans)
+        offsets = {rank: (self.started_ns[rank] - zero) / 1e9 for rank in ranks}
+        return MeasuredTimeline(
+            tuple(
+                Span(rank, span.action, offsets[rank] + span.start_seconds, offsets[rank] + span.end_seconds)
+                for rank in ranks
+                for span in self.spans[rank]
+            ),
+            *(tuple((self.step_ns[rank][end] - zero) / 1e9 for rank in ranks) for end in (0, 1)),
+        )
 
-def trace_events(plan: Plan, step: MeasuredStep) -> dict[str, Any]:
+
+def trace_events(plan: Plan, timeline: MeasuredTimeline) -> dict[str, Any]:
     """A Chrome trace as JSON types: one process per rank, times in µs since the first rank began."""
-    zero = min(begun for begun, _ in step.step_ns.values())
     events: list[dict[str, Any]] = []
     slices: dict[tuple[int, Action], Slice] = {}
-    for rank in sorted(step.spans):
+    for rank, (called, idle) in enumerate(zip(timeline.called_seconds, timeline.idle_seconds, strict=True)):
         events += row_names(rank, rank_text(plan.mesh, rank, plan.placement), THREADS)
-        offset = (step.started_ns[rank] - zero) / 1e3
-        begun, ended = ((t - zero) / 1e3 for t in step.step_ns[rank])
+        begun, ended = 1e6 * called, 1e6 * idle
         last = begun
-        for span in step.spans[rank]:
-            start, last = (offset + 1e6 * t for t in (span.start_seconds, span.end_seconds))
+        for span in timeline.of_rank(rank):
+            start, last = 1e6 * span.start_seconds, 1e6 * span.end_seconds
             slices[rank, span.action] = Slice(rank, COMPUTE, start, last)
             events.append(slice_event(slices[rank, span.action], title(span.action), colour(span.action)))
         events.append(slice_event(Slice(rank, STEP, begun, ended), "step"))

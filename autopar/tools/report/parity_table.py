@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Column, Table
@@ -45,6 +46,24 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
         *(("note", note) for note in parity.notes),
     ]
     return [labelled(lines), "", row_table(parity.rows), "", verdict(parity)]
+
+
+def parity_numbers(parity: Parity, plan: Plan) -> dict[str, Any]:
+    """The comparison for programs; keys as in docs/command_line.md."""
+    return {
+        "ok": parity.ok,
+        "model": plan.model.name,
+        "devices": plan.mesh.devices,
+        "mesh": {"pp": plan.mesh.pp, "tp": plan.mesh.tp, "dp": plan.mesh.dp},
+        "batch": plan.batch,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "precision": plan.precision,
+        "steps": parity.steps,
+        "loss": parity.loss,
+        "quantities": parity.rows,
+        "notes": parity.notes,
+    }
 
 
 def reference_text(parity: Parity) -> str:

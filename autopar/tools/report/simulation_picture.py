@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.table import batch_text, precision_text
 from autopar.ir.units import BYTES, TIME, percent, text, unit_of
-from autopar.schedule.timeline import Span
 from autopar.tools.report.figure import needed_figure
-from autopar.tools.simulate.step import Position, SimulatedStep
+from autopar.tools.report.step_bars import COLOURS, Bar, bars, shade, shown_positions
+from autopar.tools.simulate.step import SimulatedStep
 
-COLOURS = {
-    "forward": "#5b9bd5", "recompute": "#b7a5d8", "backward": "#e8a33d",
-    "weight gradients": "#f3d08a", "reduction": "#4f9d69", "optimizer": "#c0504d",
-}  # fmt: skip
 WIDTH_INCHES, MARGIN_INCHES, MEMORY_INCHES = 14.0, 1.6, 2.6
 ROW_INCHES, MAX_ROWS_INCHES = 0.34, 8.0
 LETTER_INCHES, LETTER_POINTS, MIN_POINTS = 0.058, 6.5, 4.5
@@ -24,19 +19,7 @@ OUTLINED_INCHES = 0.03  # narrower bars have no outline, which would hide them
 MAX_NAMES = 32  # names of rows
 MAX_CURVES = 10
 CAPACITY_SHARE = 0.4  # the axis includes the capacity if the peak is at least this share of it
-PALEST, DARKEST = 0.55, 1.0  # strength of colour of a rank's first and last chunk
 LIGHTEST = 0.88  # end of the used palette; the rest is a yellow that is hard to see on white
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Part of a row. ``kind`` is a key of `COLOURS`, ``chunk`` an index among the rank's stages."""
-
-    kind: str
-    start_seconds: float
-    end_seconds: float
-    chunk: int = 0
-    label: str = ""
 
 
 def figure_of(step: SimulatedStep) -> Any:
@@ -65,32 +48,6 @@ def heading(step: SimulatedStep) -> str:
         f"{step.schedule}{f', {plan.chunks} chunks a rank (pale to dark)' if plan.chunks > 1 else ''}: simulated step "
         f"{text(step.step_seconds, TIME)}, bubble {percent(step.bubble_fraction)}"
     )
-
-
-def bars(step: SimulatedStep, position: Position) -> list[Bar]:
-    """Bars of a position's row."""
-    found = [bar for span in position.spans for bar in bars_of(step, span)]
-    begins = step.pipeline_seconds
-    reduced = begins + position.reduce_seconds
-    found += [Bar("reduction", begins, reduced), Bar("optimizer", reduced, reduced + position.optimizer_seconds)]
-    return [bar for bar in found if bar.end_seconds > bar.start_seconds]
-
-
-def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
-    """Bars of an action; a backward that recomputes starts with a bar for its forward."""
-    action = span.action
-    stage, chunk, label = step.plan.stages[action.chunk], action.chunk // step.plan.mesh.pp, str(action.microbatch)
-    if action.kind == "F":
-        return [Bar("forward", span.start_seconds, span.end_seconds, chunk, label)]
-    if action.kind == "W":
-        return [Bar("weight gradients", span.start_seconds, span.end_seconds, chunk, label)]
-    whole = stage.backward_seconds - (stage.wgrad_seconds if action.kind == "I" else 0.0)
-    share = stage.recompute_seconds / whole if whole else 0.0
-    turns = span.start_seconds + min(share, 1.0) * (span.end_seconds - span.start_seconds)
-    return [
-        Bar("recompute", span.start_seconds, turns, chunk),
-        Bar("backward", turns, span.end_seconds, chunk, label),
-    ]
 
 
 def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], size: float, per_inch: float) -> None:
@@ -135,14 +92,13 @@ def draw_memory(panel: Any, step: SimulatedStep, size: float) -> None:
     """Draw a memory curve per position, or of some positions and the fullest one, and the capacity of a device."""
     curves = {position.name: position.memory for position in step.positions if position.memory is not None}
     capacity = step.plan.hardware.memory_bytes
-    fullest = max(curves, key=lambda name: curves[name].peak_bytes)
-    peak = curves[fullest].peak_bytes
+    peak = max(curve.peak_bytes for curve in curves.values())
+    shown = {position.name for position in shown_positions(step.positions, MAX_CURVES)}
     shows_capacity = peak >= CAPACITY_SHARE * capacity
     unit, unit_bytes = unit_of(capacity if shows_capacity else peak, BYTES)
-    every = -(-len(curves) // MAX_CURVES)
     palette = importlib.import_module("matplotlib").colormaps["viridis"]
     for place, (name, curve) in enumerate(curves.items()):
-        if place % every and name != fullest:
+        if name not in shown:
             continue
         panel.step(
             [*(t / size for t in curve.seconds), step.step_seconds / size],
@@ -166,12 +122,6 @@ def draw_memory(panel: Any, step: SimulatedStep, size: float) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8,
-        title=f"some of {len(curves)} positions,\nthe fullest included" if every > 1 else None, title_fontsize=8,
+        title=f"some of {len(curves)} positions,\nthe fullest included" if len(shown) < len(curves) else None,
+        title_fontsize=8,
     )  # fmt: skip
-
-
-def shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Red, green and blue of a colour, paler for earlier chunks."""
-    strength = DARKEST if chunks == 1 else PALEST + (DARKEST - PALEST) * chunk / (chunks - 1)
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return (1 - strength * (1 - red), 1 - strength * (1 - green), 1 - strength * (1 - blue))

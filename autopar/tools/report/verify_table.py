@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Column
@@ -23,6 +24,24 @@ def verify_parts(results: Sequence[Verified]) -> Sequence[RenderableType]:
             figures = [f"{header.updates:,}", str(len(header.files)), text(num_bytes, BYTES)]
         table.add_row(str(result.folder), *figures, state(result))
     return [table]
+
+
+def verify_numbers(results: Sequence[Verified]) -> dict[str, Any]:
+    """The checkpoints for programs; keys as in docs/command_line.md."""
+    return {
+        "ok": all(result.fault is None for result in results),
+        "checkpoints": [
+            {
+                "folder": result.folder,
+                "state": state(result),
+                "fault": result.fault,
+                "model": None if result.header is None else result.header.model,
+                "updates": None if result.header is None else result.header.updates,
+                "files": None if result.header is None else {n: f.size for n, f in result.header.files.items()},
+            }
+            for result in results
+        ],
+    }
 
 
 def state(result: Verified) -> str:

@@ -110,11 +110,13 @@ class PartLoader:
             UsageError: torchvision cannot decode on the device.
         """
         layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.sampler, self.mixup, self.group = sampler, mixup, group
+        self.sampler: PartSampler = sampler
+        self.mixup: Mixup | None = mixup
+        self.group: int = group
         self.parts: Callable[[], Iterator[Any]]
         self.stream: StreamParts | None = None
         self.device_batches: DeviceBatches | None = None
-        self.endless = False  # whether parts go on with the next epoch, which processes make while this one ends
+        self.endless: bool = False  # whether parts go on with the next epoch, which processes make while this one ends
         self.ahead: tuple[tuple[int, int], Iterator[Any]] | None = None  # its number and first batch, and its parts
         options: dict[str, Any] = {
             "worker_init_fn": IgnoreSignals(),

@@ -92,11 +92,17 @@ class PartSampler(Sampler[list[Key]]):
             )
         if num_samples == 0:
             raise UsageError("There is no image to evaluate on. Give at least one.")
-        self.num_samples, self.batch_size = num_samples, batch_size
-        self.data_rank, self.data_size = data_rank, data_size
-        self.training, self.seed, self.repeats = training, seed, repeats
-        self.num_batches = num_samples // (batch_size * group) * group if training else -(-num_samples // batch_size)
-        self.epoch, self.first = 1, 0
+        self.num_samples: int = num_samples
+        self.batch_size: int = batch_size
+        self.data_rank: int = data_rank
+        self.data_size: int = data_size
+        self.training: bool = training
+        self.seed: int = seed
+        self.repeats: float = repeats
+        updates = num_samples // (batch_size * group)
+        self.num_batches: int = updates * group if training else -(-num_samples // batch_size)
+        self.epoch: int = 1
+        self.first: int = 0
 
     def start(self, epoch: int, first: int = 0) -> None:
         """Set the epoch (from 1) and the first batch (from 0) of the next iteration."""

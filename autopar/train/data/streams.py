@@ -122,7 +122,8 @@ class StreamParts(IterableDataset[Any]):
         """
         self.stream, self.sampler, self.collate = stream, sampler, collate
         self.lanes = num_lanes(stream.num_shards, sampler.batch_size) if sampler.training else 1
-        self.start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # persistent processes read it too
+        start = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self.start: torch.Tensor = start.share_memory_()  # persistent processes read it too
 
     def set_start(self, epoch: int, first: int) -> None:
         """Set the epoch and its first batch for the next iteration."""

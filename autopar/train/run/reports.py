@@ -140,7 +140,9 @@ class TrainerView(Protocol):
     """View of an `autopar.train.Trainer` for callbacks: attributes that they may read, and one method.
 
     ``saved`` is the position of the last checkpoint that was written or read. ``resumed`` is the checkpoint from
-    which the run resumed. Callbacks add the folders that they write to ``run_folders``.
+    which the run resumed. Callbacks add the folders that they write to ``run_folders``, and the run's IDs in trackers
+    (by the tracker's name) to ``run_ids``, which checkpoints keep. ``error`` is what ends the training, in `on_end`;
+    None after a normal end.
     """
 
     @property
@@ -159,6 +161,10 @@ class TrainerView(Protocol):
     def resumed(self) -> Path | None: ...
     @property
     def run_folders(self) -> set[Path]: ...
+    @property
+    def run_ids(self) -> dict[str, str]: ...
+    @property
+    def error(self) -> BaseException | None: ...
 
     def save(self, folder: str | PathLike[str], keep: int = 1) -> None:
         """Write a checkpoint of the model and of the run's position; ``keep`` checkpoints stay in the folder."""

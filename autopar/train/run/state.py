@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class SavedRun:
     """State that a trainer saves with the model.
 
     ``running`` are the sums of the epoch at ``position``; ``settings`` must equal those of a run that resumes.
+    ``run_ids`` are the run's IDs in trackers, by the tracker's name; checkpoints of earlier versions have none.
     """
 
     position: RunPosition
@@ -32,6 +33,7 @@ class SavedRun:
     history: tuple[EpochReport, ...]
     best: float | None
     settings: Mapping[str, Any]
+    run_ids: Mapping[str, str] = field(default_factory=dict)
 
     def to_extra(self) -> dict[str, Any]:
         """The state as plain data, for `ParallelModel.save_checkpoint`."""

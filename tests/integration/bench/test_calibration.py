@@ -16,9 +16,10 @@ from autopar.cost.hardware.load import cost_model_dir, load_hardware
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import rendered
-from autopar.tools.bench.calibration import Calibration, CalibrationPoint, band_text, calibrate, summary
+from autopar.tools.bench.calibration import Calibration, band_text, calibrate
+from autopar.tools.bench.calibration_point import CalibrationPoint
 from autopar.tools.bench.outcome import BaselineOutcome, RankFailure
-from autopar.tools.report.bench_table import calibration_parts
+from autopar.tools.report.bench_table import calibration_parts, summary
 from autopar.tools.report.calibration_picture import figure_of, kind_of
 from autopar.tools.report.figure import save_figure
 
@@ -46,6 +47,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
 
 def test_the_table() -> None:
     printed = rendered(calibration_parts(FOUND), 100, color=False)
+    assert FOUND._repr_html_().count("<table") == 3  # in notebooks
     assert re.search(r"vit, 8 +90\.0 ms +100\.0 ms +-10\.0 % +240 B +200 B +\+20\.0 %\n  pp 2\n", printed), printed
     assert "worst 50.0 % of 3 plans" in printed
 

@@ -22,6 +22,7 @@ from torch import nn
 
 import autopar
 from autopar import UsageError, WorkerError
+from autopar.errors import SEE_DOCTOR
 
 X, Y = torch.randn(6, 8), torch.randint(0, 4, (6,))
 
@@ -76,7 +77,7 @@ def test_a_killed_worker_ends_the_step_with_one_error(victim: int, tmp_path: Pat
     expected = (
         f"Rank {victim} (stage {victim}) died during forward_backward: killed by SIGKILL. All other ranks were ended."
     )
-    assert str(error.value).startswith(expected)
+    assert str(error.value).startswith(expected) and SEE_DOCTOR in str(error.value)
     assert not any(map(alive, pids.values()))
     with pytest.raises(UsageError, match=f"workers are gone: Rank {victim} .*parallelize again"):
         pm.forward_backward(X, Y)
@@ -135,17 +136,21 @@ def test_a_hang_says_where_every_rank_is(tmp_path: Path) -> None:
     goes_on()
 
 
-def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failure", "of_machine"), [(ArithmeticError("no loss today"), False), (OSError(24, "no loss today"), True)]
+)
+def test_an_exception_on_one_rank_ends_all(failure: Exception, of_machine: bool) -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("no loss today")
+        raise failure
 
     pm = start(2, loss_fn)
     pids = workers()
     with pytest.raises(
-        WorkerError, match=r"Rank 1 \(stage 1\) failed .* in action 1F0: ArithmeticError: no loss today"
+        WorkerError, match=r"Rank 1 \(stage 1\) failed .* in action 1F0: (Arithmetic|OS)Error: .*no loss today"
     ) as error:
         pm.forward_backward(X, Y)
-    assert "Traceback" in str(error.value) and 'raise ArithmeticError("no loss today")' in str(error.value)
+    assert "Traceback" in str(error.value) and "raise failure" in str(error.value)
+    assert (SEE_DOCTOR in str(error.value)) == of_machine
     assert not any(map(alive, pids.values()))
     goes_on()
 

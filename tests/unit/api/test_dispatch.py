@@ -86,8 +86,9 @@ class Agreed:
         self.others = others
         self.kinds: tuple[int, ...] = ()
         self.shapes: tuple[int, ...] = ()
+        self.unreachable = 0
 
-    def start(self, call: str, batch: int, kind: int, shapes: int, given: Any) -> Callable[[], None]:
+    def start(self, call: str, batch: int, kind: int, shapes: int, given: Any, unreachable: int) -> Callable[[], None]:
         def agreed() -> None:
             self.kinds, self.shapes = (kind, self.others), (shapes, self.others)
 

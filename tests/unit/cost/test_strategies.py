@@ -19,8 +19,9 @@ from timm.models.coat import CoaT
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats, graph_stats
-from autopar.cost.strategies.describe import AxisSharding, block_shardings, blocks_of, name_in_block, sharding_limits
+from autopar.cost.strategies.describe import AxisSharding, block_shardings, name_in_block, sharding_limits
 from autopar.cost.strategies.enumerate import GroupedModels, strategy_graph, with_replicas
+from autopar.ir.blocks import blocks_of
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -320,6 +321,21 @@ def run(*arguments: str) -> tuple[int, str]:
         app, ["profile", *arguments, "--devices", "2", "--backend", "gloo"], prog_name="autopar"
     )
     return result.exit_code, " ".join(result.output.split())
+
+
+def test_json(faked: list[list[str]]) -> None:
+    values = []
+    for more in (["--only", "launch"], ["--anyway"]):
+        arguments = ["profile", "-o", "m.toml", "--devices", "2", "--backend", "gloo", "--json", *more]
+        values.append(json.loads(CliRunner().invoke(app, arguments, prog_name="autopar").stdout))
+    partly, whole = values
+    assert list(partly) == list(whole) == ["file", "part", "missing", "constants"]
+    assert (partly["file"], partly["part"], partly["constants"]) == (None, "m.toml.part", [])
+    assert "matmul" in partly["missing"] and len(faked) == 2
+    assert (whole["file"], whole["part"], whole["missing"]) == ("m.toml", None, [])
+    assert {"path", "value", "quantity", "error", "num_points", "error_of_all", "assumption", "note"} == {
+        key for constant in whole["constants"] for key in constant
+    }
 
 
 def test_the_command(faked: list[list[str]], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.network import Network, Port
 from autopar.ir.placement import Placement
 from autopar.ir.plan_parts import Balance, Replicas
-from autopar.solve.backend import SolverName, default_solver
+from autopar.solve.backend import SolverName, default_solver, solve_example
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import objective_seconds, stage_costs
 from autopar.solve.cuts.intervals import interval_sums
@@ -367,9 +367,15 @@ def test_the_solver_says_nothing() -> None:
 
 
 def test_cbc_stands_in_where_highs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_solver() == "HiGHS"
+    assert default_solver() == solve_example() == "HiGHS"
     monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
-    assert default_solver() == "CBC"
+    assert default_solver() == solve_example() == "CBC"
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
     with pytest.raises(UsageError, match="No integer-programming solver is installed"):
         default_solver()
+
+
+def test_a_solver_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solve.backend.value_of", lambda expression: 11.0)
+    with pytest.raises(UsageError, match=r"HiGHS solves a program of three variables wrongly: 11\.0 instead of 7\.0"):
+        solve_example()

@@ -18,7 +18,9 @@ from autopar.tools.bench.baselines.registry import BASELINES
 from autopar.tools.bench.bubble import bubble_share
 from autopar.tools.bench.description import plan_label
 from autopar.tools.bench.request import flops_per_image
-from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
+from autopar.tools.bench.result import BenchResult
+from autopar.tools.bench.row import BenchRow, PipelineResult
+from autopar.tools.bench.run import BenchOutput
 from autopar.tools.report.bench_picture import figure_of
 from autopar.tools.report.bench_table import rate_table
 
@@ -106,3 +108,12 @@ def test_rows_with_other_losses_get_a_note() -> None:
     assert [r.note for r in with_loss_notes([row("plain", (2.0,)), row("ddp", (float("nan"),))], "bf16", False)][
         1
     ] != ""
+
+
+def test_notebooks_show_the_tables_of_a_result() -> None:
+    row = replace(row_of(10, 11), label="<b>")
+    result = result_of(row, replace(row, contestant="ddp", title="DDP", pipeline=None, reason="no plan", best=False))
+    html = result._repr_html_()
+    assert html.count("<table") == 4 and "&lt;b&gt;" in html and "DDP" not in html  # not the fastest of its baseline
+    output = BenchOutput(result, {"traceEvents": []})
+    assert output._repr_html_() == html and "traceEvents" not in repr(output)

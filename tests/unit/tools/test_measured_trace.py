@@ -12,10 +12,11 @@ from autopar.runtime.engine.records import ActionTiming
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
+from autopar.tools.bench.timeline import MeasuredTimeline
 from autopar.tools.report.measured_trace import MeasuredStep, trace_events
 
 
-def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredStep:
+def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredTimeline:
     """A step as the simulator has it; the first rank's clock is wrong by the offset."""
     line = simulate(generate("1f1b", plan.placement, plan.microbatches), [1e-3] * plan.mesh.pp, [2e-3] * plan.mesh.pp)
     spans, started = {}, {}
@@ -25,7 +26,7 @@ def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredStep:
         spans[rank] = tuple(ActionTiming(s.action, s.start_seconds - first, s.end_seconds - first) for s in own)
         started[rank] = 10**12 + round(first * 1e9) + (offset_ns if rank == 0 else 0)
     end = 10**12 + round(line.step_seconds * 1e9)
-    return MeasuredStep(spans, started, dict.fromkeys(spans, (10**12 - 1000, end + 500_000)))
+    return MeasuredStep(spans, started, dict.fromkeys(spans, (10**12 - 1000, end + 500_000))).timeline
 
 
 def test_ranks_are_shown_on_one_clock() -> None:
@@ -53,7 +54,7 @@ def test_a_rank_is_named_with_all_its_stages() -> None:
 
     found = plan(TINY, 2, batch_size=16, pp=2, schedule="interleaved", chunks=2, microbatches=4, hardware="cpu-generic")
     own = (ActionTiming(Action("F", 0, 0), 0.0, 1.0),)
-    trace = trace_events(found, MeasuredStep({0: own, 1: own}, {0: 0, 1: 0}, {0: (0, 9), 1: (0, 9)}))
+    trace = trace_events(found, MeasuredStep({0: own, 1: own}, {0: 0, 1: 0}, {0: (0, 9), 1: (0, 9)}).timeline)
     assert process_names(trace) == {"rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"}
 
 

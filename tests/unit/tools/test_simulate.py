@@ -33,7 +33,8 @@ from autopar.schedule.timeline import Span
 from autopar.tools.report.figure import save_figure
 from autopar.tools.report.plan_trace import trace_events
 from autopar.tools.report.simulate_table import numbers, simulation_parts
-from autopar.tools.report.simulation_picture import bars, figure_of
+from autopar.tools.report.simulation_picture import figure_of
+from autopar.tools.report.step_bars import bars
 from autopar.tools.simulate.step import memory_curve, schedules_of, simulate_plan
 
 CASES: dict[str, dict[str, Any]] = {
