@@ -136,11 +136,12 @@ class PreparedModule(nn.Module):
         """
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients of several ranks are clipped by their 2-norm only.")
-        return torch.tensor(self.pm.clip_gradients(max_norm=max_norm))
+        return torch.tensor(self.pm.clip_gradients(max_norm=max_norm) if self.pm.has_gradients else 0.0)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the elements of the gradients before the optimizer's step."""
-        self.pm.clip_gradients(max_value=clip_value)
+        if self.pm.has_gradients:
+            self.pm.clip_gradients(max_value=clip_value)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context without effect: gradients are summed over the replicas once, in the optimizer's step."""

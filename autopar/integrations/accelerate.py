@@ -242,8 +242,8 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
 
     @property
     def has_copies(self) -> bool:
-        """Whether several processes get the same part."""
-        return self.num_processes < self.state.num_processes
+        """Whether several processes get the same part, which shows once a model is prepared."""
+        return self.pm is not None and self.num_processes < self.state.num_processes
 
     @property
     def firsts(self) -> list[int]:

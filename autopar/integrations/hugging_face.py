@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.api.checkpoint import read_weights
 from autopar.api.prepare import PreparedModule, PreparedOptimizer
 from autopar.errors import UsageError
 from autopar.integrations.accelerate import AutoparAccelerator, RanksOptimizer
@@ -205,13 +206,32 @@ class AutoparTrainer(TRANSFORMERS.Trainer):
         self.take_weights()
         super().save_model(*args, **kwargs)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(*args, **kwargs)
-        self.give_weights()
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            self.give_weights()
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()
+        if not self.load_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+            self.give_weights()
+
+    def load_weights(self, checkpoint: str) -> bool:
+        """Load the weights of a checkpoint; returns whether it was one of ranks or of ``save_pretrained``.
+
+        The Trainer (transformers 5.24) loads the names of the file, which ``save_pretrained`` has changed for models
+        such as ViT, and leaves the weights of all others as they are.
+        """
+        folder, kind = Path(checkpoint) / FOLDER, type(self.model)
+        if folder.is_dir():
+            state = read_weights(folder)
+        elif isinstance(self.model, TRANSFORMERS.PreTrainedModel):
+            state = kind.from_pretrained(checkpoint).state_dict()
+        else:
+            return False
+        self.model.load_state_dict(state)
         self.give_weights()
+        return True
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.model_wrapped.pm.save_checkpoint(Path(output_dir) / FOLDER)

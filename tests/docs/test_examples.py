@@ -185,6 +185,8 @@ COMPARED = [
     ("contrastive.py", ("--mesh", "pp")),
     ("distillation.py", ("--mesh", "pp")),
     ("fine_tuning.py", ("--mesh", "pp", "--method", "lora")),
+    ("lightning_fabric.py", ("--mesh", "pp")),
+    ("lightning_trainer.py", ("--mesh", "dp")),
 ]
 IN_FULL = [pytest.param(name, (), marks=pytest.mark.full) for name, _ in COMPARED]
 

@@ -8,10 +8,11 @@
   graphs), `strategy_graphs` and `joint_problems` (shardings), `hardware` (free communication, other networks),
   `machine_points` (as a machine would measure them), `schedules`.
 - Plans: `handmade` (cuts that a test gives, run in threads), `ragged` (parts of unequal size), `random_plans`,
-  `explained_plans`.
+  `explained_plans`, `report_pages` (a plan with everything that reports show, and a bench of it).
 - Comparisons: `reference` (one device), `parity` (a parallel model with the reference), `rule_cases` and `rule_oracle`.
 - Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads as ranks);
-  `mesh_worker`, `training_worker` and `random_parity` are scripts that ranks run.
+  `mesh_worker`, `training_worker`, `random_parity` and `lightning_worker` are scripts that ranks run.
+- Other libraries: `lightning_loops` (the same loops with and without ranks).
 - The command line: `cli` (in this process), `train_cli` (in its own), `bench`.
 - Pages of docs: `measured_steps` (benchmarks), `scale` (tables and pictures).
 - Long runs: `soak` (a script that watches memory, files and threads).

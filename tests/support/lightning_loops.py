@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from support.models import tiny_vit
 
 BATCH, BATCHES = 8, 4
+SEED = int(os.environ.get("PL_GLOBAL_SEED", 0))  # of Lightning's samplers
 
 
 def model() -> nn.Module:
@@ -33,7 +35,7 @@ def loader(batch: int = BATCH, shuffled: bool = False) -> DataLoader:
     """
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(BATCH * BATCHES, 3, 32, 32), torch.randint(0, 10, (BATCH * BATCHES,)))
-    return DataLoader(data, batch, sampler=DistributedSampler(data, 1, 0) if shuffled else None)
+    return DataLoader(data, batch, sampler=DistributedSampler(data, 1, 0, seed=SEED) if shuffled else None)
 
 
 def optimizer_and_scheduler(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

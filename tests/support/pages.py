@@ -95,7 +95,7 @@ def run_page(page: Sequence[Block], folder: Path) -> None:
 
 def run_python(page: str, code: str, folder: Path) -> None:
     """Run Python code as a script of its own."""
-    script = folder / f"{Path(page).stem}.py"
+    script = folder / f"page_{Path(page).stem}.py"  # a library of the page's name is still found
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, script],

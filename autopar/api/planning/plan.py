@@ -76,6 +76,8 @@ def plan(
     see ``cost`` and ``measure_seconds`` of `autopar.ir.plan_constraints.PlanConstraints`. Each process of a launcher
     that calls this plans by itself, without measured times; `parallelize` plans on rank 0.
 
+    After 3 s a line on standard error says what is being done; AUTOPAR_QUIET=1 in the environment switches it off.
+
     Args:
         model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
             ``package.module:factory``.

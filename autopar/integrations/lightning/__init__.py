@@ -5,7 +5,8 @@ program's own loop or LightningModule, whose model runs on the ranks, with the n
 
 Read in this order: ``fabric`` (the shorter contract) with ``fabric_wrapper`` and ``fabric_state``, ``trainer`` with
 ``trainer_plugins`` and ``part`` (which module the ranks run), ``shared`` (what both contracts ask for: processes,
-devices, precision), ``checkpoint`` (a folder that all ranks write), ``library`` (which Lightning is imported).
+devices, the model on its ranks), ``precision``, ``checkpoint`` (a folder that all ranks write), ``library`` (which
+Lightning is imported).
 
 Example::
 

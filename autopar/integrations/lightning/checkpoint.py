@@ -13,9 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar.api.checkpoint import read_header, read_weights
 from autopar.api.prepare import PreparedModule, PreparedOptimizer
 from autopar.errors import CheckpointError, UsageError
+from autopar.ir.files import replacing
 from autopar.train.rank_zero import is_rank_zero, run_on_rank_zero
 
 REST = re.compile(r"rest-(\d+)\.ckpt")
@@ -54,14 +57,8 @@ def local(path: str | Path) -> Path:
     return Path(path)
 
 
-def save_folder(
-    path: str | Path, module: PreparedModule, optimizer: PreparedOptimizer | None, rest: Rest, io: Any
-) -> None:
-    """Save a model with its optimizer and the rest; all ranks of a launcher call this.
-
-    Args:
-        optimizer: the model's, if it has one.
-        io: Lightning's CheckpointIO, which writes the file.
+def save_folder(path: str | Path, module: PreparedModule, optimizer: PreparedOptimizer | None, rest: Rest) -> None:
+    """Save a model with its optimizer, if it has one, and the rest; all ranks of a launcher call this.
 
     Raises:
         CheckpointError: as `ParallelModel.save_checkpoint`, or a file has the folder's name.
@@ -70,7 +67,7 @@ def save_folder(
     if optimizer is not None:
         optimizer.send_options()  # a scheduler may have changed them since the last step
         rest = replace(rest, groups=[dict(own) for own in optimizer.sent])
-    name = run_on_rank_zero(partial(write_rest, folder, rest, io), module.pm.broadcast_from_rank0)
+    name = run_on_rank_zero(partial(write_rest, folder, rest), module.pm.broadcast_from_rank0)
     module.pm.save_checkpoint(folder, {KEY: name})
     if is_rank_zero():
         for other in folder.iterdir():
@@ -78,22 +75,32 @@ def save_folder(
                 other.unlink()
 
 
-def write_rest(folder: Path, rest: Rest, io: Any) -> str:
-    """Write the file of a checkpoint; returns its name, which no other file has."""
+def write_rest(folder: Path, rest: Rest) -> str:
+    """Write the file of a checkpoint; returns its name, which no other file has.
+
+    Raises:
+        CheckpointError: the folder is a file, or cannot be written.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, and ranks write checkpoints to a folder. Give another path.")
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = [int(match[1]) for other in folder.iterdir() if (match := REST.fullmatch(other.name))]
-    name = f"rest-{max(numbers, default=0) + 1}.ckpt"
-    io.save_checkpoint({**vars(rest), "groups": list(rest.groups), "state": dict(rest.state)}, folder / name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = [int(match[1]) for other in folder.iterdir() if (match := REST.fullmatch(other.name))]
+        name = f"rest-{max(numbers, default=0) + 1}.ckpt"
+        with replacing(folder / name) as file:
+            torch.save({**vars(rest), "groups": list(rest.groups), "state": dict(rest.state)}, file)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot save a checkpoint to {folder}: {error.strerror}. Make room, or give another folder."
+        ) from error
     return name
 
 
-def read_rest(path: str | Path, io: Any, **options: Any) -> Rest:
+def read_rest(path: str | Path, weights_only: bool | None = None) -> Rest:
     """What a checkpoint holds besides the ranks' parts.
 
     Args:
-        options: of the reading method of Lightning's CheckpointIO.
+        weights_only: as for `torch.load`.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or one that no strategy of Lightning saved.
@@ -105,7 +112,7 @@ def read_rest(path: str | Path, io: Any, **options: Any) -> Rest:
             f"{path} is a checkpoint of autopar, without the file that Lightning's strategies add. "
             "model.pm.load_checkpoint(path) loads it."
         )
-    return Rest(**io.load_checkpoint(local(path) / name, **options))
+    return Rest(**torch.load(local(path) / name, "cpu", weights_only=weights_only))
 
 
 def load_folder(path: str | Path, module: PreparedModule, optimizer: PreparedOptimizer | None, rest: Rest) -> None:

@@ -67,11 +67,11 @@ class AutoparStrategy(RanksStrategy, STRATEGIES.Strategy):
 
     @property
     def precision(self) -> Any:
-        return self._precision if self._precision is not None else PLUGINS.Precision()
+        return self._precision if self._precision is not None else RanksPrecision(PLUGINS.Precision())
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        self._precision = None if plugin is None else RanksPrecision(self.take_precision(plugin))
+        self._precision = None if plugin is None else RanksPrecision(plugin)
 
     def _configure_launcher(self) -> None:
         self.check_place("Fabric", self.parallel_devices, self.num_nodes)
@@ -179,7 +179,7 @@ class AutoparStrategy(RanksStrategy, STRATEGIES.Strategy):
             )
         others = {name: value for name, value in state.items() if name not in (key, own)}
         rest = self._convert_stateful_objects_in_state(others, filter or {})
-        save_folder(path, module, self.modules[module], Rest(rest, key, own), self.checkpoint_io)
+        save_folder(path, module, self.modules.get(module), Rest(rest, key, own))
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
         """Load a folder that `save_checkpoint` wrote under any mesh, or a file of Fabric's; returns what is left over.
@@ -200,13 +200,13 @@ class AutoparStrategy(RanksStrategy, STRATEGIES.Strategy):
                 f'{path} has parts of a model. Say what to load, such as {{"model": model, "optimizer": optimizer}}; '
                 "autopar.api.checkpoint.read_weights(path) reads the weights."
             )
-        rest = read_rest(path, self.checkpoint_io, **options)
+        rest = read_rest(path, **options)
         check_names(path, state, rest, strict)
         module = state.get(rest.module)
         if isinstance(module, PreparedModule):
             own, _ = optimizer_of(module, state)
-            if self.modules[module] is None or (own is not None and own == rest.optimizer):
-                load_folder(path, module, self.modules[module], rest)
+            if self.modules.get(module) is None or (own is not None and own == rest.optimizer):
+                load_folder(path, module, self.modules.get(module), rest)
             else:
                 load_weights(path, module)
         return restored(state, rest.state)

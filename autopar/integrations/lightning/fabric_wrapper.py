@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.api.prepare import PreparedModule
 from autopar.errors import UsageError
 from autopar.integrations.lightning.library import fabric_module
+from autopar.integrations.lightning.precision import PluginWithoutMixing
 
 PLUGINS, WRAPPERS = fabric_module("plugins"), fabric_module("wrappers")
 
@@ -54,29 +55,5 @@ class NoBackwardSync:
         return nullcontext()
 
 
-class RanksPrecision(PLUGINS.Precision):
-    """Fabric's precision plugin without what the ranks do: under mixed precision they cast and scale.
-
-    ``fabric.autocast()`` is that of Lightning's plugin, for operations outside of the model.
-    """
-
-    def __init__(self, plugin: Any) -> None:
-        self.plugin, self.precision = plugin, plugin.precision
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self.plugin.convert_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        return data if self.precision.endswith("-mixed") else self.plugin.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        return self.plugin.convert_output(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.module_init_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.forward_context()
+class RanksPrecision(PluginWithoutMixing, PLUGINS.Precision):
+    """Fabric's precision plugin; ``fabric.autocast()`` is that of Lightning's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,17 +13,13 @@ from autopar.api.parallelize import parallelize
 from autopar.api.planning.plan import check_devices
 from autopar.api.prepare import PreparedModule, PreparedOptimizer, prepare
 from autopar.errors import UsageError
+from autopar.integrations.lightning.precision import PluginWithoutMixing
 from autopar.ir.mesh import Place
 from autopar.ir.units import plural
 from autopar.runtime.launch import caller_collectives
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import Launched, launched
 
-# Precisions of Lightning, as the precision of the ranks. Lightning itself converts a model to a "true" precision.
-PRECISIONS: Mapping[str, str | None] = {
-    "32-true": None, "bf16-true": None, "16-true": None, "64-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"
-}  # fmt: skip
-PLUGINS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")  # Lightning's classes that have these
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -50,7 +45,6 @@ class RanksStrategy:
         self.devices, self.arguments = devices, arguments
         self.launch: Launched | None = launched()
         self.machine: Machine | None = None  # until Lightning has told the accelerator
-        self.ranks_precision: str | None = None
         self.modules: dict[PreparedModule, PreparedOptimizer | None] = {}  # with their optimizers
 
     # -- devices -----------------------------------------------------------------------------------------------
@@ -107,33 +101,16 @@ class RanksStrategy:
 
     # -- the model ---------------------------------------------------------------------------------------------
 
-    def take_precision(self, plugin: Any) -> Any:
-        """Lightning's precision plugin, after its precision was taken for the ranks.
-
-        Raises:
-            UsageError: ranks cannot compute in it, or it is a class that autopar does not know.
-        """
-        name = plugin.precision
-        if name not in PRECISIONS or type(plugin).__name__ not in PLUGINS:
-            raise UsageError(
-                f"precision={name!r} by {type(plugin).__name__} cannot be that of ranks. Use {', '.join(PRECISIONS)}."
-            )
-        self.ranks_precision = PRECISIONS[name]
-        return plugin
-
     def on_ranks(
-        self, model: nn.Module, optimizer: Optimizer | None, precision: Any
+        self, model: nn.Module, optimizer: Optimizer | None, precision: PluginWithoutMixing
     ) -> tuple[PreparedModule, PreparedOptimizer | None]:
         """A model on its ranks, with its optimizer if there is one.
-
-        Args:
-            precision: Lightning's plugin.
 
         Raises:
             UsageError: as `autopar.prepare`.
         """
         assert self.machine is not None
-        arguments = {"backend": self.machine.backend, **self.arguments, "precision": self.ranks_precision}
+        arguments = {"backend": self.machine.backend, **self.arguments, "precision": precision.of_ranks}
         if "PL_GLOBAL_SEED" in os.environ:  # of seed_everything
             arguments.setdefault("seed", int(os.environ["PL_GLOBAL_SEED"]))
         if "example_inputs" in arguments:

@@ -64,11 +64,12 @@ class AutoparTrainerStrategy(RanksStrategy, STRATEGIES.ParallelStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        return self._precision_plugin if self._precision_plugin is not None else PLUGINS.Precision()
+        own = self._precision_plugin
+        return own if own is not None else RanksPrecision(PLUGINS.Precision())
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else RanksPrecision(self.take_precision(plugin))
+        self._precision_plugin = None if plugin is None else RanksPrecision(plugin)
 
     # -- begin and end -----------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class AutoparTrainerStrategy(RanksStrategy, STRATEGIES.ParallelStrategy):
             reason = "the ranks have ended with the run" if self.prepared is None else "ranks take no storage_options"
             raise UsageError(f"{filepath} cannot be saved: {reason}. Save by ModelCheckpoint, without storage_options.")
         optimizer = self.modules[self.prepared]
-        save_folder(filepath, self.prepared, optimizer, Rest(checkpoint), self.checkpoint_io)
+        save_folder(filepath, self.prepared, optimizer, Rest(checkpoint))
 
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
         """Content of a file of Lightning's, or of a folder without the ranks' parts.
@@ -210,7 +211,7 @@ class AutoparTrainerStrategy(RanksStrategy, STRATEGIES.ParallelStrategy):
                 f'{checkpoint_path} is a folder that ranks have written. Pass state_dict_type="sharded" to '
                 "AutoparTrainerStrategy, with which the ranks read it."
             )
-        self.loaded = LoadedFolder(checkpoint_path, read_rest(checkpoint_path, self.checkpoint_io, **options))
+        self.loaded = LoadedFolder(checkpoint_path, read_rest(checkpoint_path, **options))
         return dict(self.loaded.rest.state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
 from autopar.integrations.lightning.library import trainer_module
+from autopar.integrations.lightning.precision import PluginWithoutMixing
 
 PLUGINS, CALLBACKS = trainer_module("plugins"), trainer_module("callbacks")
 AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")  # callbacks that read weights of this process
 
 
-class RanksPrecision(PLUGINS.Precision):
-    """The Trainer's precision plugin without what the ranks do: under mixed precision they cast and scale.
-
-    Steps run in the autocast region of Lightning's plugin, for losses and other operations outside of the model.
-    """
-
-    def __init__(self, plugin: Any) -> None:
-        self.plugin, self.precision = plugin, plugin.precision
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self.plugin.convert_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        return self.plugin.convert_input(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.module_init_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self.plugin.forward_context()
+class RanksPrecision(PluginWithoutMixing, PLUGINS.Precision):
+    """The Trainer's precision plugin, which also clips gradients."""
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm of the gradients of all ranks."""
-        optimizer.pm.clip_gradients(max_norm=clip_val)
+        """Clip by the norm of the gradients of all ranks; a step without a loss has none."""
+        if optimizer.pm.has_gradients:
+            optimizer.pm.clip_gradients(max_norm=clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the elements of the gradients."""
-        optimizer.pm.clip_gradients(max_value=clip_val)
+        """Clip the elements of the gradients; a step without a loss has none."""
+        if optimizer.pm.has_gradients:
+            optimizer.pm.clip_gradients(max_value=clip_val)
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:

@@ -94,6 +94,20 @@ def test_the_timeline_of_a_measured_step_is_sound(finished: BenchOutput) -> None
     assert len([e for e in trace["traceEvents"] if e["ph"] == "s"]) == 8
 
 
+def test_the_file_has_the_timeline(finished: BenchOutput, tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(finished.result.to_json())
+    result = BenchResult.load(tmp_path / "b.json")
+    assert result == finished.result
+    pipeline = result.row("autopar").pipeline
+    assert pipeline is not None and pipeline.timeline is not None
+    timeline = pipeline.timeline
+    for rank, (called, idle) in enumerate(zip(timeline.called_seconds, timeline.idle_seconds, strict=True)):
+        spans = timeline.of_rank(rank)
+        times = [called, *(t for span in spans for t in (span.start_seconds, span.end_seconds)), idle]
+        assert len(spans) == 8 and times == sorted(times)
+    assert min(timeline.called_seconds) == 0
+
+
 @pytest.mark.full
 def test_compiled_stages_on_cpu_have_the_memory_of_processes_alone() -> None:
     done = run_bench(request(only=("autopar",), compile=True, microbatch_sizes=()))

@@ -72,8 +72,8 @@ def test_manual_optimization_in_mixed_precision() -> None:
     reference, own = ManualClassifier(), ManualClassifier()
     trainer("auto", precision="bf16-mixed", **PLAIN).fit(reference, loader(), loader())
     trainer(strategy(pp=2), precision="bf16-mixed", **PLAIN).fit(own, loader(), loader())
-    assert own.losses == pytest.approx(reference.losses, abs=2e-4)
-    assert own.validated == pytest.approx(reference.validated, abs=2e-4)
+    assert own.losses == pytest.approx(reference.losses, abs=1e-3)
+    assert own.validated == pytest.approx(reference.validated, abs=1e-3)
 
 
 class Broken(Classifier):

@@ -67,9 +67,10 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
         found.page.on("request", lambda request: found.requests.append(request.url))
         found.page.on("console", lambda message: found.complaints.append(message.text))
         found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
+        found.page.on("dialog", lambda dialog: found.complaints.append(dialog.message))
         found.page.goto(file.as_uri())
         found.page.locator(".plot .main-svg").first.wait_for()
-        found.page.screenshot(path=tmp_path / f"{plan.model.name}-{size[0]}.png", full_page=True)
+        found.page.screenshot(path=tmp_path / f"page-{size[0]}.png", full_page=True)
         return found
 
     yield open_report
@@ -152,6 +153,18 @@ def test_a_legend_entry_hides_its_bars(opened: Any) -> None:
     before = bars.count()
     page.locator("#timeline .legend .traces", has_text="backward").locator(".legendtoggle").click()
     sync_api.expect(bars).to_have_count(before - 2 * 2 * 4)  # of two ranks, predicted and measured, four microbatches
+
+
+def test_names_are_shown_as_they_are(opened: Any) -> None:
+    name = "<b>x</b><img src=x onerror=alert(1)><a href='javascript:alert(2)'>y</a>"
+    found = opened(full_plan(name), DESKTOP)
+    page = found.page
+    assert page.locator("h1").inner_text().startswith(f"{name} on 2 × ")
+    assert page.locator("#model .bars text", has_text=f"{name}.2").count() == 1
+    page.mouse.move(*middle(page, "#model .bars .point path", 0))
+    page.locator("#tip").wait_for(state="visible")
+    assert page.locator("#tip").inner_text().startswith(f"{name}.0\n")
+    assert page.locator("main img, main a, figure b").count() == 0 and found.complaints == []
 
 
 def test_every_link_leads_to_a_section(opened: Any) -> None:

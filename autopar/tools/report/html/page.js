@@ -32,7 +32,7 @@ addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
 for (const plot of plots) {
   const { data, layout } = figures[plot.id];
   if (narrow) {
-    layout.height += LEGEND_ROW_PIXELS * Math.floor(data.length / 3);
+    layout.height += LEGEND_ROW_PIXELS * Math.floor(data.length / 2);
     plot.style.height = `${layout.height}px`;
   }
   if (narrow || touched) layout.dragmode = false;  // a finger on a figure scrolls the page

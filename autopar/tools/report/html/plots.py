@@ -48,7 +48,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
     return {
         "height": height,
         "font": {"family": "system-ui, sans-serif", "size": 14, "color": INK},
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8, "autoexpand": True},
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "closest",
@@ -65,7 +65,6 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
         "automargin": True,
         "gridcolor": GRID,
         "zeroline": False,
-        "fixedrange": False,
     } | more
 
 

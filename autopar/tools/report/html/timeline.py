@@ -53,8 +53,7 @@ def timeline_figure(step: SimulatedStep, measured: MeasuredTimeline | None) -> F
             xaxis=axis(f"time, {unit}", range=[0, end / unit_seconds]),
             yaxis=row_axis([row.name for row in rows]),
         ),
-        f"Where a row is pale grey, its ranks wait.{numbers}{paler}{below}"
-        f"{some_text(shown, step.positions)}",
+        f"Where a row is pale grey, its ranks wait.{numbers}{paler}{below}{some_text(shown, step.positions)}",
     )  # fmt: skip
 
 
