@@ -32,14 +32,14 @@ OPTIONS: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2}
 def digits() -> TensorDataset:
     """Handwritten digits [1, 8, 8] and their labels."""
     images, labels = load_digits(return_X_y=True)
-    return TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
+    return TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels))
 
 
 def train(accelerator: Accelerator, steps: int) -> list[float]:
     """Losses of a ViT of four blocks."""
     set_seed(0)
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, depth=4, embed_dim=48, num_heads=3, num_classes=10
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, depth=4, embed_dim=48, num_heads=3, num_classes=10
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps // 2)

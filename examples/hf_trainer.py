@@ -1,7 +1,7 @@
 """The Trainer of Hugging Face's transformers on two devices: only the class and one argument differ.
 
-A ViT from a config learns to read digits, so nothing is fetched from the hub. The Trainer accumulates two batches for an
-update, clips, schedules the learning rate and evaluates. Losses equal those of one device.
+A ViT from a config learns to read digits, so nothing is fetched from the hub. The Trainer accumulates two batches for
+an update, clips, schedules the learning rate and evaluates. Losses equal those of one device.
 
     python examples/hf_trainer.py
     python examples/hf_trainer.py --mesh pp
@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
-from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from autopar.integrations.hugging_face import AutoparTrainer
 
@@ -31,7 +37,7 @@ class Digits(Dataset):
 
     def __init__(self, part: slice) -> None:
         images, labels = load_digits(return_X_y=True)
-        self.images = torch.tensor(images[part], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+        self.images = torch.tensor(images[part], dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
         self.labels = labels[part].tolist()
 
     def __len__(self) -> int:
@@ -44,18 +50,18 @@ class Digits(Dataset):
 def small_vit() -> ViTForImageClassification:
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=48, num_hidden_layers=4, num_attention_heads=3, intermediate_size=192, image_size=8, patch_size=2,
+        hidden_size=48, num_hidden_layers=4, num_attention_heads=3, intermediate_size=192, image_size=8, patch_size=4,
         num_channels=1,
     )  # fmt: skip
     config.num_labels = 10
     return ViTForImageClassification(config)
 
 
-def accuracy(result: EvalPrediction) -> dict[str, float]:
+def accuracy(result: Any) -> dict[str, float]:
     return {"accuracy": float((result.predictions.argmax(-1) == result.label_ids).mean())}
 
 
-def train(steps: int, **autopar: Any) -> Trainer:
+def train(steps: int, **autopar: Any) -> Any:
     """A trainer that has made so many updates; on ranks if it is given ``autopar``."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -63,18 +69,19 @@ def train(steps: int, **autopar: Any) -> Trainer:
             lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=1.0, logging_steps=1, save_strategy="no",
             report_to="none", disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
-        kind = AutoparTrainer if autopar else Trainer
+        kind: Any = AutoparTrainer if autopar else Trainer
         train_part, evaluation_part = slice(NUM_TRAINED), slice(NUM_TRAINED, None)
         trainer = kind(
             small_vit(), arguments, train_dataset=Digits(train_part), eval_dataset=Digits(evaluation_part),
             compute_metrics=accuracy, **autopar,
         )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         trainer.evaluate()
     return trainer
 
 
-def logged(trainer: Trainer, name: str) -> list[float]:
+def logged(trainer: Any, name: str) -> list[float]:
     """A figure of the trainer's log."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 

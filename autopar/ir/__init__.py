@@ -6,7 +6,7 @@ solver a `Plan`, code generation a `Program` per stage. Nothing here computes wi
 Read graph (operations, weights, values), layout, tensor_axes and mesh (where tensors and ranks lie), hardware with
 network (seconds of operations, collectives, messages), activation, cost_graph and strategies (input of the solver),
 plan with plan_parts, plan_invariants and plan_stages, program, then table and sharding_table (`print(plan)`). Helpers:
-names, blocks, units, text, html, notebook, terminal, status, cycle_collection, microbatches, pytree, comm_sizes,
+names, blocks, units, text, html, notebook, terminal, status, microbatches, pytree, comm_sizes,
 grad_buckets, checkpoint_header, files.
 
 >>> from autopar.ir.layout import Layout

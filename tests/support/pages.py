@@ -146,16 +146,21 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
 def first_missing(shown: Sequence[str], printed: Sequence[str]) -> str | None:
     """First line of ``shown`` that is not printed after those before it; None if all are.
 
-    Numbers may differ: they depend on the machine. A line with "…" stands for any lines.
+    Numbers may differ: they depend on the machine. A line with "…" stands for any lines, and several lines may stand
+    for one that is longer than the page is wide.
     """
     remaining = [masked(line) for line in printed]
-    for line in shown:
-        wanted = masked(line)
-        if not wanted or wanted == "…":
+    place = 0
+    while place < len(shown):
+        if masked(shown[place]) in ("", "…"):
+            place += 1
             continue
-        if wanted not in remaining:
-            return line
-        remaining = remaining[remaining.index(wanted) + 1 :]
+        joined = (masked(" ".join(shown[place:end])) for end in range(place + 1, len(shown) + 1))
+        wanted = next(((number, line) for number, line in enumerate(joined) if line in remaining), None)
+        if wanted is None:
+            return shown[place]
+        remaining = remaining[remaining.index(wanted[1]) + 1 :]
+        place += wanted[0] + 1
     return None
 
 

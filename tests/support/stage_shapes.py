@@ -27,10 +27,10 @@ from autopar.api.planning.plan import (
     example_call,
     lower_example,
     model_info,
+    without_cycle_collection,
 )
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
-from autopar.ir.cycle_collection import without_cycle_collection
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.network import Network, Port

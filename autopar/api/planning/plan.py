@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +21,6 @@ from autopar.api.planning.measured import plan_where_undecided, plan_with_measur
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError, caller_level
-from autopar.ir.cycle_collection import without_cycle_collection
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_mismatch, microbatch_size
@@ -55,6 +56,21 @@ WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDa
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 MIN_BATCH_NORM_SAMPLES = 8
+
+
+@contextmanager
+def without_cycle_collection() -> Iterator[None]:
+    """Pauses Python's cyclic garbage collector: planning makes millions of small objects, and few cycles.
+
+    ViT-L/16 on 4 devices: 9.7 s instead of 12.0 s, and 23 MiB more memory.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @without_cycle_collection()

@@ -6,6 +6,7 @@ Neither this module nor the commands' modules import torch before a command runs
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 from io import TextIOWrapper
 from typing import Annotated
@@ -14,7 +15,6 @@ import typer
 
 import autopar
 from autopar.errors import EXIT_CODES
-from autopar.ir.cycle_collection import without_cycle_collection
 from autopar.tools.cli.bench import bench
 from autopar.tools.cli.check import check
 from autopar.tools.cli.codegen import codegen
@@ -72,10 +72,9 @@ def callback(
     ] = False,
 ) -> None:
     """Flags of all commands."""
-    if context.invoked_subcommand in BRIEF:
-        context.with_resource(without_cycle_collection())
-        if isinstance(context.obj, ProcessEnd):  # else the command is called from Python
-            context.obj.is_brief = True
+    if context.invoked_subcommand in BRIEF and isinstance(context.obj, ProcessEnd):  # not called from Python
+        context.obj.is_brief = True
+        gc.disable()  # imports and plans make millions of objects, and few cycles
 
 
 def main() -> None:

@@ -50,8 +50,9 @@ class Wandb:
         settings = {}
         if "finish_timeout" in wandb.Settings.model_fields and wandb.setup().settings.finish_timeout == 0:
             settings = {"finish_timeout": FINISH_SECONDS, "finish_timeout_raises": True}
+        folder = None if self.folder is None else self.folder.absolute()  # wandb resolves paths once for a process
         run = wandb.init(
-            project=self.project, name=self.name, tags=self.tags or None, dir=self.folder, settings=settings,
+            project=self.project, name=self.name, tags=self.tags or None, dir=folder, settings=settings,
             id=self.run_id or run_id, resume="allow",
         )  # fmt: skip
         run.config.update(dict(config), allow_val_change=True)  # a run may resume on another mesh

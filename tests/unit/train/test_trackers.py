@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -22,8 +23,9 @@ from autopar.errors import TrackingWarning, UsageError
 from autopar.train import Checkpoints, JsonLog, Mlflow, TensorBoard, Tracker, Wandb, read_run
 from autopar.train.run.reports import EpochReport, RunPosition, StepReport
 from autopar.train.trackers.scalars import scalars, summary
-from autopar.train.trackers.tracker import status_of
+from autopar.train.trackers.tracker import Logged, status_of
 from autopar.train.trackers.wandb_files import history
+from autopar.train.trackers.wandb_run import logged_by
 
 CONFIG = {"lr": 3e-3, "betas": [0.9, 0.99], "folder": Path("data"), "left_out": None}
 
@@ -329,6 +331,16 @@ def test_a_given_run_outranks_that_of_the_checkpoint(tmp_path: Path) -> None:
     found = {attempt.run_id: [row["_step"] for row in attempt.rows] for attempt in wandb_attempts(tmp_path)}
     assert found.pop("mine") == list(range(6, 11))
     assert list(found.values()) == [list(range(1, 6))]
+
+
+def test_how_far_a_run_on_the_server_is_logged(tmp_path: Path) -> None:
+    """Its summary comes with the resumed run."""
+    run = wandb.init(project="p", dir=tmp_path)
+    for figures, expected in (({}, Logged()), ({"train/update": 8, "epoch/epoch": 1, "note": "x"}, Logged(8, 1))):
+        run.summary.update(figures)
+        assert logged_by(SimpleNamespace(resumed=True, offline=False, summary=run.summary)) == expected
+    assert logged_by(SimpleNamespace(resumed=False, offline=False, summary=run.summary)) == Logged()
+    run.finish()
 
 
 def test_checkpoints_are_uploaded_if_asked(tmp_path: Path) -> None:
