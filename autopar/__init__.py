@@ -49,10 +49,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AssumedFiniteWarning", "AutocastWarning", "AutoparError", "CheckpointError", "DeviceMemoryError",
     "EvaluationWarning", "HardwareError", "InfeasibleError", "MicrobatchWarning", "MixedSamplesWarning", "ModelSource",
-    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "PreparedModule",
-    "PreparedOptimizer",
-    "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UnreadableDataError",
-    "UpdateResult", "UpdatedStateWarning", "UsageError", "VariantWarning", "WorkerError", "parallelize", "plan", "prepare",
+    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError",
+    "PreparedModule", "PreparedOptimizer", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
+    "UnknownOpWarning", "UnreadableDataError", "UpdateResult", "UpdatedStateWarning", "UsageError", "VariantWarning",
+    "WorkerError", "parallelize", "plan", "prepare",
 ]  # fmt: skip
 
 # Public names that are imported at first use, so that reading a cost model needs no torch.

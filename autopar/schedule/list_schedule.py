@@ -13,6 +13,7 @@ Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3; there with
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
 from typing import NamedTuple
@@ -40,7 +41,7 @@ class Progress:
         self.order, self.pp, self.microbatches = order, pp, microbatches
         self.num_chunks = num_chunks = len(order.forward)
         self.deepest_first = [range(rank, num_chunks, pp)[::-1] for rank in range(pp)]  # chunks of each rank
-        self.rows: list[list[Action]] = [[] for _ in range(pp)]
+        self.ran: list[tuple[int, Action]] = []  # rank and action
         self.last_kind: list[ActionKind] = ["F"] * pp
         self.free = [0.0] * pp
         self.kept = [0] * pp
@@ -107,7 +108,7 @@ class Progress:
         else:
             (_, i), seconds = self.deferred[rank].popleft(), order.wgrad[chunk]
         end = self.free[rank] = self.free[rank] + seconds
-        self.rows[rank].append(action(kind, chunk, i))
+        self.ran.append((rank, action(kind, chunk, i)))
         self.last_kind[rank] = kind
         if kind == "F":
             self.kept[rank] += 1
@@ -130,7 +131,15 @@ action = lru_cache(maxsize=16384)(Action)  # to make one takes as long as to cho
 
 @lru_cache(maxsize=256)
 def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
-    """The schedule of every rank.
+    """The schedule of every rank. Raises as `listed_actions`."""
+    rows: list[list[Action]] = [[] for _ in range(pp)]
+    for rank, listed in listed_actions(order, pp, microbatches):
+        rows[rank].append(listed)
+    return tuple(map(tuple, rows))
+
+
+def listed_actions(order: ListOrder, pp: int, microbatches: int) -> Sequence[tuple[int, Action]]:
+    """(rank, action) of the schedule, in an order in which they can run.
 
     Raises:
         ScheduleError: the ranks keep too few microbatches for their chunks.
@@ -151,9 +160,9 @@ def list_schedule(order: ListOrder, pp: int, microbatches: int) -> Schedule:
         for other in changed:
             choices[other] = choice = progress.next_choice(other)
             starts[other] = choice.start
-    if sum(map(len, progress.rows)) < 3 * progress.num_chunks * microbatches:
+    if len(progress.ran) < 3 * progress.num_chunks * microbatches:
         raise ScheduleError(
             f"No order of {progress.num_chunks} chunks on {pp} ranks keeps at most {order.max_in_flight} activations. "
             "Allow more."
         )
-    return tuple(map(tuple, progress.rows))
+    return progress.ran

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from autopar.schedule.actions import Action, ActionKind, Schedule, is_split
 from autopar.schedule.check import in_flight_counts
 from autopar.schedule.fast_step_time import pipeline_seconds
 from autopar.schedule.generate import generate
+from autopar.schedule.list_schedule import listed_actions
 from autopar.schedule.order import Links, chain_edges, run_order
 from autopar.schedule.timeline import Span, Timeline
 
@@ -236,6 +237,8 @@ def run_actions(
 def generated_in_run_order(pipeline: Pipelined, microbatches: int) -> tuple[TimedAction, ...]:
     """As `in_run_order`, for a generated schedule whose edges join consecutive chunks."""
     pp, num_chunks = pipeline.placement.pp, pipeline.placement.num_stages
+    if pipeline.order is not None:
+        return timed_actions(listed_actions(pipeline.order, pp, microbatches), num_chunks)
     rows = generate(pipeline.schedule, pipeline.placement, microbatches, pipeline.order)
     done = [[False] * microbatches for _ in range(2 * num_chunks)]
     found: list[TimedAction] = []
@@ -272,9 +275,14 @@ def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chu
     Raises:
         ScheduleError: the ranks wait for each other, or for an action that no rank has.
     """
+    return timed_actions(run_order(schedule, Links.of(edges, num_chunks)), num_chunks)
+
+
+def timed_actions(actions: Iterable[tuple[int, Action]], num_chunks: int) -> tuple[TimedAction, ...]:
+    """(rank, action) with the index of each one's time."""
     return tuple(
         TimedAction(rank, action, action.microbatch, action.chunk + num_chunks * FIRST_DURATION[action.kind])
-        for rank, action in run_order(schedule, Links.of(edges, num_chunks))
+        for rank, action in actions
     )
 
 

@@ -29,6 +29,8 @@ NOT_RUN = "not run: "  # begin of the comment above a block that cannot run here
 RUN = ("python", "console", "bash")
 NUMBER = re.compile(r"\d[\d,.]*(e[+-]?\d+)?")
 TIMEOUT_SECONDS = 300
+SEPARATORS = "();<>|&\n"  # characters between commands of a shell
+OF_ALL = {"--debug", "--quiet", "--help", "-h"}  # flags of every command
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,13 @@ def masked(line: str) -> str:
     return re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip()
 
 
+def shell_words(code: str) -> list[str]:
+    """Words of commands of a shell; what separates commands is a word too."""
+    lexer = shlex.shlex(code.replace("\\\n", " "), posix=True, punctuation_chars=SEPARATORS)
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    return list(lexer)
+
+
 def unknown_flags(block: Block) -> list[str]:
     """Flags of autopar's commands in a block that no command has."""
     import typer
@@ -176,17 +185,16 @@ def unknown_flags(block: Block) -> list[str]:
     from autopar.tools.cli.app import app
 
     group = typer.main.get_command(app)
-    found = []
-    code = "\n".join(command for command, _ in commands(block))
-    for command in re.split(r"(?<!\\)\n|&&|\||;", code):
-        words = shlex.split(command.replace("\\\n", " "), comments=True)
-        for place, word in enumerate(words[:-1]):
-            own = group.commands.get(words[place + 1]) if word == "autopar" else None  # type: ignore[attr-defined]
-            if own is None:
-                continue
-            known = {flag for parameter in own.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-            flags = [w.split("=")[0] for w in words[place + 2 :] if re.match(r"--?[a-z]", w)]
-            found += [f for f in flags if f not in known | {"--debug", "--quiet", "--help", "-h"}]
+    words = shell_words("\n".join(command for command, _ in commands(block)))
+    found, known = [], None
+    for word, following in zip(words, [*words[1:], ""]):
+        if word == "autopar" and following in group.commands:  # type: ignore[attr-defined]
+            own = group.commands[following].params  # type: ignore[attr-defined]
+            known = {flag for parameter in own for flag in (*parameter.opts, *parameter.secondary_opts)} | OF_ALL
+        elif set(word) <= set(SEPARATORS):
+            known = None
+        elif known is not None and re.match(r"--?[a-z]", word) and word.split("=")[0] not in known:
+            found.append(word)
     return found
 
 

@@ -334,10 +334,10 @@ def check_model(model: Any) -> None:
             f"The model is {of_type(model)}; it must be a torch.nn.Module. "
             "Names such as vit_small_patch16_224 build one."
         )
-    wrappers = WRAPPERS & {kind.__name__ for kind in type(model).__mro__}
-    if wrappers:
+    wrapper = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
+    if wrapper is not None:
         raise UsageError(
-            f"The model is a {wrappers.pop()}, which splits or replicates it already. Pass the model without it: "
+            f"The model is a {wrapper}, which splits or replicates it already. Pass the model without it: "
             "autopar replicates by dp=, and shards by zero=."
         )
     check_hooks(model)

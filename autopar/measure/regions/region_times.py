@@ -287,11 +287,7 @@ def region_timer_for(
     setting = region_setting(hardware.device_type, hardware.execution_mode, devices)
     cache = TimesCache(cache_folder(), setting.text)
     budget_seconds = inf if cost == "measured" else budget(measure_seconds)
-    return (
-        None
-        if cache.is_empty and not budget_seconds
-        else RegionTimer(setting, cache, show_progress, budget_seconds)
-    )
+    return None if cache.is_empty and not budget_seconds else RegionTimer(setting, cache, show_progress, budget_seconds)
 
 
 def budget(measure_seconds: float | None) -> float:

@@ -44,7 +44,6 @@ def test_a_plan_is_for_the_images_that_are_trained_on(name: str, side: int) -> N
     assert model_config(ModelSource(name)).side == side
 
 
-@pytest.mark.skipif(not timm.is_model("vit_base_patch16_sapiens2"), reason="this timm has no model of oblong images")
 def test_sizes_that_are_given_win_and_must_be_square() -> None:
     sapiens = ModelSource("vit_base_patch16_sapiens2")
     assert model_config(sapiens, 512).side == 512

@@ -120,7 +120,7 @@ def test_schedulers_of_torch_are_stepped_as_they_are() -> None:
         (("cosine", 3), {"step_on_epochs": False}, "over 3 epochs of 0 updates: both must be at least 1"),
         (("cosine", 0), {}, "over 0 epochs"),
         (("cosine", 3), {"warmup_epochs": 3}, "would never reach its peak. Use 2 or less (--warmup-epochs 2), or more"),
-        (("poly", 1), {"warmup_epochs": 2}, "'poly' over 1 epoch with warmup_epochs=2"),
+        (("constant", 1), {"warmup_epochs": 2}, "'constant' over 1 epoch with warmup_epochs=2"),
         (("onecycle", 3, 4), {"max_lr": 1}, "'onecycle' has no option 'max_lr'"),
         (("onecycle", 3, 4), {"pct_start": 3}, "with pct_start=3: Expected float between 0 and 1"),
         (("cosine", 3), {"min_lr": -1.0}, "with min_lr=-1.0: the options contradict each other."),
