@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.api.checkpoint import read_header
 from autopar.api.model import ParallelModel
 from autopar.api.prepare import PreparedModule, PreparedOptimizer, prepare
 from autopar.errors import UsageError
@@ -328,15 +329,22 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         Raises:
             CheckpointError: as `ParallelModel.load_checkpoint`.
         """
-        folders: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+        modules = self.modules_on_ranks
+        folders: list[Path] = []
+
+        def find(models: Any, folder: str) -> None:
+            folders.extend(Path(folder) / f"autopar_{number}" for number in range(len(modules)))
+            for own in folders:
+                read_header(own)  # before anything is loaded
+
+        handle = self.register_load_state_pre_hook(find)
         try:
             with self.without_ranks():
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
-        for number, module in enumerate(self.modules_on_ranks):
-            module.pm.load_checkpoint(Path(folders[0]) / f"autopar_{number}")
+        for module, own in zip(modules, folders, strict=True):
+            module.pm.load_checkpoint(own)
 
 
 class RanksOptimizer(OPTIMIZERS.AcceleratedOptimizer):

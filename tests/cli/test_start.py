@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cli import invoke
 
 import autopar
 from autopar.ir.status import CURRENT
@@ -95,3 +96,11 @@ def test_planning_says_what_it_does() -> None:
     assert texts.found[:3] == ["building the model", f"tracing {name}", f"pricing the operations of {name}"]
     assert texts.found[3] == "searching meshes: 0 of 3 done, now pp 1 × tp 1 × dp 2"
     assert texts.found[-1].startswith("choosing the final cuts of pp ")
+
+
+def test_a_plan_without_hardware_says_whose_it_is() -> None:
+    tiny = ("vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "--img-size", "32", "--devices", "2")
+    code, out, _ = invoke("plan", *tiny)
+    assert code == 0 and "(cost model cpu-generic)" in out
+    assert "There is no GPU here: this plan is for processors. For GPUs pass --hardware a100-nvlink or " in out
+    assert "There is no GPU" not in invoke("--quiet", "plan", *tiny)[1]

@@ -186,6 +186,8 @@ COMPARED = [
     ("distillation.py", ("--mesh", "pp")),
     ("fine_tuning.py", ("--mesh", "pp", "--method", "lora")),
     ("lightning_fabric.py", ("--mesh", "pp")),
+    ("accelerate_vit.py", ("--mesh", "pp")),
+    ("hf_trainer.py", ("--mesh", "pp")),
     ("lightning_trainer.py", ("--mesh", "dp")),
 ]
 IN_FULL = [pytest.param(name, (), marks=pytest.mark.full) for name, _ in COMPARED]

@@ -159,7 +159,7 @@ def trainer(
     options = {} if autopar is None else {"autopar": {"cost": "analytic", **autopar}}
     made = kind(
         hf_vit() if model is None else model, TrainingArguments(str(folder), **(defaults | arguments)),
-        train_dataset=Images(num_samples), eval_dataset=Images(11), compute_metrics=accuracy, **options,
+        train_dataset=Images(num_samples), eval_dataset=Images(12), compute_metrics=accuracy, **options,
         **(given or {}),
     )  # fmt: skip
     made.remove_callback(PrinterCallback)

@@ -193,10 +193,10 @@ def run(model: nn.Module) -> Evaluation:
     )
     mixup = Mixup(data.num_classes, mixup=0.2)
     loader: PartLoader = training_loader(pm, data, micro_batch(64, 1), augmentation=Augmentation(), mixup=mixup)
-    tests = evaluation_loader(data, 64, pm)
+    evaluation = evaluation_loader(data, 64, pm)
     callbacks = [JsonLog(FOLDER), TensorBoard(FOLDER / TENSORBOARD), Checkpoints(FOLDER), ProgressBar(), PrintLoss()]
     trackers = [Tracker(Wandb(project="mine")), Tracker(Mlflow(experiment="mine"))]
-    trainer = Trainer(pm, loader, tests, epochs=10, callbacks=[*callbacks, *trackers])
+    trainer = Trainer(pm, loader, evaluation, epochs=10, callbacks=[*callbacks, *trackers])
     check_free(FOLDER, go_on="resume {}", instead="take another folder.")
     checkpoint: Path | None = latest(FOLDER, "take another folder.")
     if checkpoint is not None and lies_in(last_of(checkpoint), FOLDER):
@@ -205,7 +205,7 @@ def run(model: nn.Module) -> Evaluation:
     with exits_on_sigterm():
         trainer.resume_or_start(FOLDER)
         trainer.fit()
-    scored: Evaluation = evaluate(pm, tests.epoch(1))
+    scored: Evaluation = evaluate(pm, evaluation.epoch(1))
     if is_rank_zero():
         make_folder(FOLDER)
         save_weights(pm.state_dict(), FOLDER / WEIGHTS)

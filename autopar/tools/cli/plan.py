@@ -36,6 +36,7 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Find the best way to split MODEL; needs no GPU and no weights."""
+    from autopar.cost.hardware.load import hardware_names, load_hardware
     from autopar.ir.status import showing_status
     from autopar.tools.cli.early_checks import check_request
     from autopar.tools.cli.inputs import Input, example, num_samples, parse_inputs
@@ -67,5 +68,10 @@ def plan(
         show_json(found.to_json())
     else:
         show_plan(found)
+        if plan_flags.hardware is None and found.hardware.device_type == "cpu":
+            gpus = [name for name in hardware_names() if load_hardware(name).device_type == "cuda"]
+            remark(
+                f"\nThere is no GPU here: this plan is for processors. For GPUs pass --hardware {' or '.join(gpus)}."
+            )
     if output is not None:
         remark(f"\nsaved to {output}")
