@@ -4,5 +4,6 @@ Question: how does a loop that another library runs train on several devices? In
 keyword arguments of `autopar.parallelize`. Out: a strategy, or whatever else the library calls such a thing. Each
 package imports its library when it is imported itself.
 
-Packages: ``lightning/`` (strategies for Lightning Fabric and the Lightning Trainer).
+Files: ``lightning/`` (strategies for Lightning Fabric and the Lightning Trainer), ``accelerate.py`` (an Accelerator),
+``hugging_face.py`` (a Trainer of transformers, on that Accelerator).
 """

@@ -111,19 +111,20 @@ def run_commands(block: Block, folder: Path) -> None:
     for command, shown in commands(block):
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
-            cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
-            env=environment(),
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            timeout=TIMEOUT_SECONDS, env=environment(),
         )  # fmt: skip
         where = f"docs/{block.page}, line {block.line}: {command}"
-        assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
-        missing = first_missing(shown, (done.stdout + done.stderr).splitlines())
-        assert missing is None, f"{where} does not print {missing!r}:\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{where}\n{done.stdout[-5000:]}"
+        missing = first_missing(shown, done.stdout.splitlines())
+        assert missing is None, f"{where} does not print {missing!r}:\n{done.stdout}"
 
 
 def environment() -> dict[str, str]:
-    """Environment in which ``autopar`` and ``python`` are those of the tests, and lines have 100 columns."""
+    """Environment in which ``autopar`` and ``python`` are those of the tests, and print as in a terminal."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "AUTOPAR_MEASURE_SECONDS": "0", "COLUMNS": "100"}
+    as_in_terminal = {"COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **as_in_terminal, "PATH": path, "AUTOPAR_MEASURE_SECONDS": "0"}
 
 
 def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
