@@ -18,6 +18,7 @@ from autopar.api.prepare import PreparedModule, PreparedOptimizer
 from autopar.errors import UsageError
 from autopar.integrations.accelerate import AutoparAccelerator, RanksOptimizer
 from autopar.ir.plan import Plan
+from autopar.ir.pytree import tree_map
 from autopar.train.timm_optional import needed
 
 TRANSFORMERS = needed("transformers", "AutoparTrainer", "transformers", "accelerate")
@@ -152,7 +153,7 @@ class AutoparTrainer(TRANSFORMERS.Trainer):
         try:
             self.compute_loss(record, self._prepare_inputs(batches[0]), num_items_in_batch=num_items)
         except Recorded:
-            return calls[0]
+            return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, calls[0])
         raise UsageError('compute_loss did not call the model. Give autopar={"example_inputs": …}.')
 
     @property

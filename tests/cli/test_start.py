@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.cli import invoke
 
 import autopar
@@ -98,9 +99,10 @@ def test_planning_says_what_it_does() -> None:
     assert texts.found[-1].startswith("choosing the final cuts of pp ")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for the GPU")
 def test_a_plan_without_hardware_says_whose_it_is() -> None:
     tiny = ("vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "--img-size", "32", "--devices", "2")
     code, out, _ = invoke("plan", *tiny)
     assert code == 0 and "(cost model cpu-generic)" in out
-    assert "There is no GPU here: this plan is for processors. For GPUs pass --hardware a100-nvlink or " in out
+    assert "There is no GPU here: this plan is for processors. For GPUs: --hardware a100-nvlink or " in out
     assert "There is no GPU" not in invoke("--quiet", "plan", *tiny)[1]

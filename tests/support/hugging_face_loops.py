@@ -27,7 +27,7 @@ from support.models import tiny_vit
 BATCH = 8
 # Of an accelerator, whose samples have one order whatever the number of processes.
 ACCUMULATING: dict[str, Any] = {
-    "cpu": True, "gradient_accumulation_steps": 2,
+    "cpu": not torch.cuda.is_available(), "gradient_accumulation_steps": 2,
     "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True),
 }  # fmt: skip
 Log = list[dict[str, float]]
@@ -153,12 +153,16 @@ def trainer(
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "num_train_epochs": 2,
         "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 1,
-        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "eval_strategy": "epoch", "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available(), "eval_strategy": "epoch",
+        "save_strategy": "no",
     }  # fmt: skip
     kind: Any = Trainer if autopar is None else AutoparTrainer
     options = {} if autopar is None else {"autopar": {"cost": "analytic", **autopar}}
+    own = TrainingArguments(str(folder), **(defaults | arguments))
+    if autopar is None and own.n_gpu > 1:
+        own._n_gpu = 1  # the reference is one device
     made = kind(
-        hf_vit() if model is None else model, TrainingArguments(str(folder), **(defaults | arguments)),
+        hf_vit() if model is None else model, own,
         train_dataset=Images(num_samples), eval_dataset=Images(12), compute_metrics=accuracy, **options,
         **(given or {}),
     )  # fmt: skip

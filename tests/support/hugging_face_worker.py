@@ -44,12 +44,12 @@ def check_accelerate(mesh: dict[str, Any], folder: Path) -> None:
     parts = mesh["dp"]
     loop = AccelerateLoop(accelerator, BATCH // parts, 6 * parts)  # Accelerate steps a schedule once for each part
     assert (accelerator.num_processes, accelerator.has_copies) == (parts, parts == 1)
-    rank = torch.distributed.get_rank()
-    assert accelerator.gather(torch.tensor([rank])).tolist() == ([0, 1] if parts == 2 else [0])
-    assert accelerator.reduce(torch.tensor(3.0), "sum").item() == 3.0 * parts
-    assert accelerator.reduce(torch.tensor(float(rank)), "mean").item() == 0.5
+    rank = torch.tensor([float(torch.distributed.get_rank())], device=accelerator.device)
+    assert accelerator.gather(rank).tolist() == ([0, 1] if parts == 2 else [0])
+    assert accelerator.reduce(torch.full_like(rank, 3.0), "sum").item() == 3.0 * parts
+    assert accelerator.reduce(rank, "mean").item() == 0.5
     loop.run(2)
-    outputs, labels = loop.predictions()
+    outputs, labels = (tensor.cpu() for tensor in loop.predictions())
     accelerator.save_state(str(folder / f"state-{parts}"))
     accelerator.load_state(str(folder / f"state-{parts}"))
     expected = torch.load(folder / "accelerate.pt", weights_only=True)

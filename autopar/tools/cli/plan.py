@@ -70,8 +70,6 @@ def plan(
         show_plan(found)
         if plan_flags.hardware is None and found.hardware.device_type == "cpu":
             gpus = [name for name in hardware_names() if load_hardware(name).device_type == "cuda"]
-            remark(
-                f"\nThere is no GPU here: this plan is for processors. For GPUs pass --hardware {' or '.join(gpus)}."
-            )
+            remark(f"\nThere is no GPU here: this plan is for processors. For GPUs: --hardware {' or '.join(gpus)}.")
     if output is not None:
         remark(f"\nsaved to {output}")

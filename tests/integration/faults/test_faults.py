@@ -316,7 +316,7 @@ print("reached", flush=True)
 )
 def test_the_caller_goes_and_takes_its_workers_with_it(mode: str, number: Any, code: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "AUTOPAR_QUIET": "1"}
     command = [sys.executable, "script.py", mode]
     script = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

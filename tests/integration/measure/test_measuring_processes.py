@@ -55,7 +55,6 @@ def test_the_command_times_what_the_choice_hangs_on(folder: Path, monkeypatch: p
         assert said is not None and said.num_timed == said.num_regions > 3
         source = " in " if number == 0 else ", all of them earlier; "
         assert f"measured {said.num_timed} of {said.num_timed} regions{source}" in " ".join(out.split())
-        assert ("regions of test_vit for at most " in error) is (number == 0)
     assert plans[1] == replace(plans[0], solver=plans[1].solver)
 
 
