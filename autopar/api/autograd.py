@@ -78,7 +78,7 @@ def attached(
         backward(by_part)
 
     tensors = [parts[i][k].to(device) for i, k in places]
-    anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward
+    anchor = torch.zeros((), requires_grad=True, device="cpu")  # makes autograd call the backward
     results = RanksBackward.apply(anchor, run, [tracked[k] for _, k in places], *tensors)
     joined = [list(part) for part in parts]
     for (i, k), result in zip(places, results or (), strict=True):

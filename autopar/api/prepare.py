@@ -136,7 +136,8 @@ class PreparedModule(nn.Module):
         """
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients of several ranks are clipped by their 2-norm only.")
-        return torch.tensor(self.pm.clip_gradients(max_norm=max_norm) if self.pm.has_gradients else 0.0)
+        norm = self.pm.clip_gradients(max_norm=max_norm) if self.pm.has_gradients else 0.0
+        return torch.tensor(norm, device="cpu")
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the elements of the gradients before the optimizer's step."""
@@ -155,7 +156,7 @@ class PreparedModule(nn.Module):
         """
         del recurse
         for dtype in {p.dtype for p in self.parameters()}:
-            if (changed := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+            if (changed := fn(torch.empty(0, dtype=dtype, device="cpu")).dtype) != dtype:
                 raise UsageError(
                     f"The ranks hold the weights, which cannot become {changed} now. Convert the model before "
                     'autopar.prepare, or pass precision="bf16" or "fp16" for mixed precision.'

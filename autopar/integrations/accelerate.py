@@ -15,19 +15,12 @@ from autopar.api.checkpoint import read_header
 from autopar.api.model import ParallelModel
 from autopar.api.prepare import PreparedModule, PreparedOptimizer, prepare
 from autopar.errors import UsageError
+from autopar.integrations.accelerate_wrappers import OPTIMIZERS, RanksOptimizer, RanksScheduler, part_of_accelerate
 from autopar.ir.mesh import Place
 from autopar.ir.units import plural
 from autopar.runtime.launch.environment import launched
-from autopar.train.timm_optional import needed
-
-
-def part_of_accelerate(path: str) -> Any:
-    """A module of Accelerate. Raises a UsageError where it is not installed."""
-    return needed(path, "AutoparAccelerator", "accelerate", "accelerate")
-
 
 ACCELERATE, OPERATIONS = part_of_accelerate("accelerate"), part_of_accelerate("accelerate.utils.operations")
-OPTIMIZERS, SCHEDULERS = part_of_accelerate("accelerate.optimizer"), part_of_accelerate("accelerate.scheduler")
 
 PRECISIONS: Mapping[str, str | None] = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # Accelerate's, and the ranks'
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # Accelerate's distributed types without an engine that splits models
@@ -62,14 +55,16 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         self.options: dict[str, Any] = {**({"devices": self.launch.world} if self.launch else {}), **autopar}
         if "devices" not in self.options:
             raise UsageError('autopar= needs the number of devices, such as AutoparAccelerator({"devices": 2}).')
-        self.pm: ParallelModel | None = None  # of the first model
+        self.pm: ParallelModel | None = None  # of the last model, until `free_memory`
         super().__init__(**arguments)
         self.check_engines()
         if self.mixed_precision not in PRECISIONS:
             raise UsageError(f"mixed_precision={self.mixed_precision!r} cannot be that of ranks. Use no, bf16 or fp16.")
-        if self.mixed_precision != "no" and "precision" in self.options:
+        precision = PRECISIONS[self.mixed_precision]
+        if precision is not None and "precision" in self.options:
             raise UsageError("Both mixed_precision= and autopar's precision are given. Leave one out.")
-        self.options.setdefault("precision", PRECISIONS[self.mixed_precision])
+        if precision is not None and self.options.get("plan") is None:
+            self.options["precision"] = precision
         self.scaler = None  # the ranks scale
 
     def check_engines(self) -> None:
@@ -86,7 +81,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
     # -- the model and its optimizer ---------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; a model comes together with its optimizer, and at most one in a call.
+        """As in Accelerate; a model comes together with its optimizer, and at most one in a call.
 
         Raises:
             UsageError: one comes without the other; or as `autopar.prepare`.
@@ -108,27 +103,45 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
     def on_ranks(self, model: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) -> Any:
         """A model and its optimizer on ranks; ``options`` are defaults for `autopar.prepare`."""
         module, prepared = prepare(model, optimizer, **{**options, **self.options})
-        if self.pm is not None and self.pm.is_open and self.pm.data_size != module.pm.data_size:
+        try:
+            self.check_prepared(module.pm)
+        except UsageError:
             module.pm.close()
-            raise UsageError(
-                f"The models have {self.pm.data_size} and {module.pm.data_size} data-parallel replicas, so a process "
-                'has no single part of the data. Give autopar={"dp": …}.'
-            )
-        self.pm = module.pm
+            raise
         if self.mixed_precision != "no":
             module.register_forward_hook(lambda module, args, output: OPERATIONS.convert_to_fp32(output))
         return module, prepared
 
+    def check_prepared(self, pm: ParallelModel) -> None:
+        """Raise a UsageError if a model has another precision, or other parts of the data, than the accelerator."""
+        wanted = PRECISIONS[self.mixed_precision]
+        if wanted is not None and pm.plan.precision != wanted:
+            raise UsageError(
+                f"The plan computes in {pm.plan.precision}, and mixed_precision={self.mixed_precision!r} is asked for. "
+                f"Leave it out, or plan with precision={wanted!r}."
+            )
+        if self.pm is not None and self.pm.is_open and self.pm.data_size != pm.data_size:
+            raise UsageError(
+                f"The models have {self.pm.data_size} and {pm.data_size} data-parallel replicas, so a process has no "
+                'single part of the data. Give autopar={"dp": …}.'
+            )
+
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a model on ranks stays as it is."""
+        """As in Accelerate; a model on ranks stays as it is."""
         if not isinstance(model, PreparedModule):
             return super().prepare_model(model, *args, **kwargs)
         if model not in self._models:
             self._models.append(model)
+        self.pm = model.pm
         return model
 
+    def free_memory(self, *objects: Any) -> Any:
+        """As in Accelerate; ranks end once nothing else refers to their model."""
+        self.pm = None
+        return super().free_memory(*objects)
+
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """As Accelerate's."""
+        """As in Accelerate."""
         if not isinstance(optimizer, PreparedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         wrapped = RanksOptimizer(optimizer, device_placement=False)
@@ -136,7 +149,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As Accelerate's, which steps once for each part of a global batch."""
+        """As in Accelerate, whose scheduler steps once for each part of a global batch."""
         made = super().prepare_scheduler(scheduler)
         if self.launch is None or isinstance(made, RanksScheduler):
             return made
@@ -149,24 +162,24 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return not isinstance(model, PreparedModule) and super().verify_device_map(model)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's: the unmodified model, with the present weights. All ranks of a launcher call this."""
+        """The unmodified model, with the present weights, as in Accelerate. All ranks of a launcher call this."""
         if not isinstance(model, PreparedModule):
             return super().unwrap_model(model, *args, **kwargs)
         model.unmodified.load_state_dict(model.state_dict())
         return model.unmodified
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As Accelerate's."""
+        """As in Accelerate."""
         return model.state_dict() if isinstance(model, PreparedModule) else super().get_state_dict(model, unwrap)
 
     def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's."""
+        """As in Accelerate."""
         super().save_model(self.unwrap_model(model) if isinstance(model, PreparedModule) else model, *args, **kwargs)
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's; returns the norm of all ranks' gradients, [].
+        """As in Accelerate; returns the norm of all ranks' gradients, [].
 
         Raises:
             UsageError: ``parameters`` are some of those of a model on ranks, or ``norm_type`` is not 2.
@@ -178,7 +191,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return module.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As Accelerate's. Raises as `clip_grad_norm_`."""
+        """As in Accelerate. Raises as `clip_grad_norm_`."""
         parameters = listed(parameters)
         module = self.module_of(parameters)
         if module is None:
@@ -253,14 +266,14 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """As Accelerate's, but false where several processes get the same part, which rank 0 does not know of."""
+        """As in Accelerate, but false where several processes get the same part, which rank 0 does not know of."""
         given = super().dispatch_batches
         if given and self.has_copies:
             raise UsageError("dispatch_batches=True, but several ranks need the same part of a batch. Leave it out.")
         return False if self.launch and self.has_copies else given
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, with one order of random samples for ranks that get the same part."""
+        """As in Accelerate, with one order of random samples for ranks that get the same part."""
         sampler: Any = getattr(data_loader, "sampler", None)
         if self.has_copies and self.num_processes == 1 and getattr(sampler, "generator", 0) is None:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
@@ -269,7 +282,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's; each part of the batch once."""
+        """As in Accelerate; each part of the batch once."""
         gathered = super().gather(tensor)
         return OPERATIONS.recursively_apply(self.once, gathered) if self.has_copies else gathered
 
@@ -278,7 +291,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return gathered.unflatten(0, (self.state.num_processes, -1))[self.firsts].flatten(0, 1)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's; each part of the batch once.
+        """As in Accelerate; each part of the batch once.
 
         Raises:
             UsageError: several processes have a part, and the data are no tensors.
@@ -293,7 +306,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As Accelerate's; a sum counts each part of the batch once."""
+        """As in Accelerate; a sum counts each part of the batch once."""
         if reduction == "sum" and self.has_copies and self.state.process_index not in self.firsts:
             tensor = OPERATIONS.recursively_apply(torch.zeros_like, tensor)
         return super().reduce(tensor, reduction, scale)
@@ -312,7 +325,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; models on ranks, with their optimizers, are saved in folders of their own by all ranks.
+        """As in Accelerate; models on ranks, with their optimizers, are saved in folders of their own by all ranks.
 
         Raises:
             CheckpointError: as `ParallelModel.save_checkpoint`.
@@ -324,7 +337,7 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's, of a folder of `save_state` under any mesh.
+        """As in Accelerate, of a folder that `save_state` wrote under any mesh.
 
         Raises:
             CheckpointError: as `ParallelModel.load_checkpoint`.
@@ -345,34 +358,6 @@ class AutoparAccelerator(ACCELERATE.Accelerator):
             handle.remove()
         for module, own in zip(modules, folders, strict=True):
             module.pm.load_checkpoint(own)
-
-
-class RanksOptimizer(OPTIMIZERS.AcceleratedOptimizer):
-    """Accelerate's wrapper of an optimizer whose step runs on ranks."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped after an overflow under fp16."""
-        return self.optimizer.skipped
-
-
-class RanksScheduler(SCHEDULERS.AcceleratedScheduler):
-    """Accelerate's wrapper of a scheduler, which it steps once for each part of a global batch."""
-
-    def __init__(self, scheduler: Any, optimizers: Any, step_with_optimizer: bool, times: int) -> None:
-        """Take over a scheduler; ``times`` is the number of parts."""
-        super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)
-        self.times = times
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        for _ in range(self.times if self.step_with_optimizer and self.gradient_state.sync_gradients else 1):
-            if self.scheduler_may_step():
-                super().step(*args, **kwargs)
-
-    def scheduler_may_step(self) -> bool:
-        """Whether a scheduler of a fixed length has steps left: the last batches may be fewer than the parts."""
-        total = getattr(self.scheduler, "total_steps", None)
-        return total is None or self.times == 1 or self.scheduler._step_count <= total
 
 
 def is_prepared(thing: Any) -> bool:

@@ -16,7 +16,8 @@ from torch import nn
 from autopar.api.checkpoint import read_weights
 from autopar.api.prepare import PreparedModule, PreparedOptimizer
 from autopar.errors import UsageError
-from autopar.integrations.accelerate import AutoparAccelerator, RanksOptimizer
+from autopar.integrations.accelerate import AutoparAccelerator
+from autopar.integrations.accelerate_wrappers import RanksOptimizer
 from autopar.ir.plan import Plan
 from autopar.ir.pytree import tree_map
 from autopar.train.timm_optional import needed
@@ -100,7 +101,7 @@ class AutoparTrainer(TRANSFORMERS.Trainer):
         return self.accelerator.prepare_model(self.model_wrapped)  # notes it again after `free_memory`
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return self.put_on_ranks() if model in (self.model, self.model_wrapped) else model
+        return self.put_on_ranks() if model is self.model or model is self.model_wrapped else model
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_for_training(*args, **kwargs)
@@ -128,12 +129,11 @@ class AutoparTrainer(TRANSFORMERS.Trainer):
     # -- data --------------------------------------------------------------------------------------------------
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on_ranks:
-            if "example_inputs" not in self.accelerator.options:
-                with random_states_kept():
-                    source = dataset if self.train_dataset is None else self.train_dataset
-                    self.accelerator.options["example_inputs"] = self.example_inputs(source)
-            self.put_on_ranks()
+        if not self.is_on_ranks and "example_inputs" not in self.accelerator.options:
+            with random_states_kept():
+                source = dataset if self.train_dataset is None else self.train_dataset
+                self.accelerator.options["example_inputs"] = self.example_inputs(source)
+        self.put_on_ranks()
         if kwargs.get("is_training") and not isinstance(dataset, torch.utils.data.IterableDataset):
             self.check_last_batch(dataset, batch_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)

@@ -94,13 +94,16 @@ def mean_seconds(runs: Sequence[Workload], inner: int, device: torch.device) -> 
     return (time.perf_counter() - start) / inner
 
 
-def time_captured(runs: Sequence[Workload], device: torch.device, busy_seconds: float = 0.0) -> Timing:
+def time_captured(
+    runs: Sequence[Workload], device: torch.device, *, inner: int | None = None, busy_seconds: float = 0.0
+) -> Timing:
     """Time of one run launched from a CUDA graph, so that the host's time does not count.
 
     Three warm-up runs on the capture stream let kernels choose algorithms and take workspaces, and let communicators
     connect.
 
     Args:
+        inner: runs in the graph. Ranks that communicate must run equally often, so all are given the same number.
         busy_seconds: for how long the device replays the graph before it is timed.
     """
     stream = torch.cuda.Stream(device)
@@ -111,7 +114,7 @@ def time_captured(runs: Sequence[Workload], device: torch.device, busy_seconds: 
                 run()
         torch.cuda.synchronize(device)
         # Several runs, since the time of a single one is mostly the host's.
-        inner = max(len(runs), inner_runs(mean_seconds(runs, max(3, len(runs)), device), device))
+        inner = inner or max(len(runs), inner_runs(mean_seconds(runs, max(3, len(runs)), device), device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(inner):

@@ -218,7 +218,7 @@ class Rank:
             chunks = [self.chunks[k] for k in request.programs]
             step = self.bound_steps[key] = BoundStep(
                 schedule, placement, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport,
-                self.flag_recorder, self.device, loss_fn, request.training, batch_loss,
+                self.flag_recorder, self.device, loss_fn, request.training, batch_loss, request.graph is not None,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
             if self.sharded is not None and self.sharded.slots and request.training:

@@ -11,8 +11,9 @@
   `explained_plans`, `report_pages` (a plan with everything that reports show, and a bench of it).
 - Comparisons: `reference` (one device), `parity` (a parallel model with the reference), `rule_cases` and `rule_oracle`.
 - Processes: `forks` and `ranks` (how ranks start), `faults` (workers' ids), `symmetric_buffers` (threads as ranks);
-  `mesh_worker`, `training_worker`, `random_parity` and `lightning_worker` are scripts that ranks run.
-- Other libraries: `lightning_loops` (the same loops with and without ranks).
+  `mesh_worker`, `training_worker`, `random_parity`, `prepared_worker`, `lightning_worker` and
+  `hugging_face_worker` are scripts that ranks run.
+- Loops that stay as they are, with and without ranks: `prepared_loops`, `lightning_loops`, `hugging_face_loops`.
 - The command line: `cli` (in this process), `train_cli` (in its own), `bench`.
 - Pages of docs: `measured_steps` (benchmarks), `scale` (tables and pictures).
 - Long runs: `soak` (a script that watches memory, files and threads).

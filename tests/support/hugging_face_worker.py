@@ -34,7 +34,7 @@ MESHES += [{"tp": 2, "dp": 1}] if effort.full() else []
 def check_accelerate(mesh: dict[str, Any], folder: Path) -> None:
     """Compare a loop, its metrics, and collectives that count each part of the batch once."""
     forget_accelerators()
-    options = {"batch_size": BATCH, "cost": "analytic", **mesh}
+    options = {"batch_size": BATCH, "cost": "analytic", "compile": False, **mesh}
     accelerator: Any = AutoparAccelerator(options, **ACCUMULATING)
     try:
         accelerator.prepare(torch.utils.data.DataLoader(Images(4)))
@@ -66,13 +66,14 @@ def check_trainer(mesh: dict[str, Any], folder: Path) -> None:
     size = BATCH // mesh["dp"]
     options = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, "save_strategy": "epoch"}
     output = folder / f"run-{mesh}"
-    made = trainer(output, mesh, **options)
+    own = {"compile": False, **mesh}
+    made = trainer(output, own, **options)
     made.train()
     assert_same_log(logged(made), expected["log"])
     assert_same(dict(made.model.state_dict()), expected["weights"])
     assert made.predict(Images(5, labelled=False)).predictions.shape == (5, 10)
     close(made)
-    resumed = trainer(output, mesh, **options)
+    resumed = trainer(output, own, **options)
     resumed.train(resume_from_checkpoint=str(output / "checkpoint-3"))
     assert_same(dict(resumed.model.state_dict()), expected["weights"])
     close(resumed)

@@ -149,8 +149,8 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
 def first_missing(shown: Sequence[str], printed: Sequence[str]) -> str | None:
     """First line of ``shown`` that is not printed after those before it; None if all are.
 
-    Numbers may differ: they depend on the machine. A line with "…" stands for any lines, and several lines may stand
-    for one that is longer than the page is wide.
+    Numbers may differ: they depend on the machine. A line with "…" stands for any lines, "…" at the end of a line for
+    the rest of it, and several lines may stand for one that is longer than the page is wide.
     """
     remaining = [masked(line) for line in printed]
     place = 0
@@ -158,13 +158,20 @@ def first_missing(shown: Sequence[str], printed: Sequence[str]) -> str | None:
         if masked(shown[place]) in ("", "…"):
             place += 1
             continue
-        joined = (masked(" ".join(shown[place:end])) for end in range(place + 1, len(shown) + 1))
-        wanted = next(((number, line) for number, line in enumerate(joined) if line in remaining), None)
-        if wanted is None:
+        for end in range(place + 1, len(shown) + 1):
+            wanted = masked(" ".join(shown[place:end]))
+            found = next((number for number, line in enumerate(remaining) if matches(wanted, line)), None)
+            if found is not None:
+                remaining, place = remaining[found + 1 :], end
+                break
+        else:
             return shown[place]
-        remaining = remaining[remaining.index(wanted[1]) + 1 :]
-        place += wanted[0] + 1
     return None
+
+
+def matches(wanted: str, line: str) -> bool:
+    """Whether a masked line of a page shows a printed one, or its beginning and "…"."""
+    return line == wanted or (wanted.endswith(" …") and line.startswith(wanted.removesuffix("…")))
 
 
 def masked(line: str) -> str:

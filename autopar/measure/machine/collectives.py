@@ -111,7 +111,7 @@ def time_communication(case: Case, groups: RankGroups) -> Timing | None:
         return None
     inner = REPEAT_FACTOR[worker.device.type] * inner_runs(probe_seconds, worker.device)
     time = time_captured if worker.device.type == "cuda" else time_repeats
-    timing = time([run], worker.device, inner)
+    timing = time([run], worker.device, inner=inner)
     there_and_back = case.kind == "point-to-point" and case.nodes == 1
     return Timing(timing.seconds / 2, timing.spread) if there_and_back else timing
 

@@ -46,7 +46,7 @@ class LocalTransport:
         self.rank, self.mailboxes = rank, mailboxes
         self.num_collectives: Counter[tuple[int, ...]] = Counter()  # so far, by rank set
 
-    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes, outlives_step: bool) -> P2PChannel:
         return self
 
     def next_collective(self, ranks: Sequence[int]) -> Hashable:

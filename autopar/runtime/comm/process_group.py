@@ -140,8 +140,9 @@ class ProcessGroupTransport:
         self.opened.append(group)
         return group
 
-    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
-        return self.symmetric_memory.open(incoming, outgoing) if self.symmetric_memory is not None else self
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes, outlives_step: bool) -> P2PChannel:
+        memory = self.symmetric_memory
+        return self if memory is None else memory.open(incoming, outgoing, is_shared=not outlives_step)
 
     def connect(self) -> None:
         """Exchange one number in every group and over every pair."""

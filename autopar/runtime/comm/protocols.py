@@ -64,8 +64,12 @@ class Transport(P2PChannel, FlagChannel, Protocol):
         """Gloo group of all ranks for saves and loads, with a longer timeout; None where ranks are no processes."""
         ...
 
-    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
-        """Channel for the tensors of one bound schedule, whose sizes are given; all ranks call."""
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes, outlives_step: bool) -> P2PChannel:
+        """Channel for the tensors of one bound schedule, whose sizes are given; all ranks call.
+
+        Args:
+            outlives_step: whether received tensors are read after other schedules have run.
+        """
         ...
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:

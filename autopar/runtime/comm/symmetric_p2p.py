@@ -1,7 +1,7 @@
 """Point-to-point over NVLink: a copy engine writes into the peer's symmetric memory, which the peer reads in place.
 
 Each message has a slot and a signal in the receiver's buffer. A slot is free again in the next step, because all ranks
-sum their losses in between.
+sum their losses in between. Schedules whose messages are read after other steps have buffers of their own.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ class SymmetricMemory:
         self.buffer: torch.Tensor | None = None
         self.handle: Any = None  # to the buffers of all ranks, and to their signals
 
-    def open(self, incoming: MessageBytes, outgoing: MessageBytes) -> SymmetricChannel:
+    def open(self, incoming: MessageBytes, outgoing: MessageBytes, is_shared: bool = True) -> SymmetricChannel:
         """Channel with room for the messages of one bound schedule; all ranks call.
 
         Every message has its own slot and signal, so none is overwritten within its step. The next step may overwrite
         it: between two steps all ranks sum their losses, and each rank has read all its messages by then.
+
+        Args:
+            is_shared: whether other steps use the same buffer.
         """
         sizes = torch.zeros(self.world + 1, dtype=torch.int64, device="cpu")
         for (src, _), num_bytes in incoming.items():
@@ -53,20 +56,30 @@ class SymmetricMemory:
         rows = [torch.empty_like(sizes) for _ in range(self.world)]
         dist.all_gather(rows, sizes, group=self.cpu_group)
         table = torch.stack(rows)
-        self.reserve(int(table[:, :-1].sum(1).max()), int(table[:, -1].max()))
+        num_bytes, num_signals = int(table[:, :-1].sum(1).max()), int(table[:, -1].max())
+        if is_shared:
+            self.reserve(num_bytes, num_signals)
+            assert self.buffer is not None
+            buffer, handle = self.buffer, self.handle
+        else:
+            buffer, handle = self.allocate(num_bytes, num_signals)
         starts = table[:, :-1].cumsum(1) - table[:, :-1]  # [dst, src]
         received = message_slots(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
         sent = message_slots(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
-        return SymmetricChannel(self, received, sent)
+        return SymmetricChannel(self, received, sent, buffer, handle)
 
     def reserve(self, num_bytes: int, num_signals: int) -> None:
-        """Have a buffer of at least so many bytes, with so many signals from each peer."""
-        pad_bytes = num_signals * self.world * SIGNAL_BYTES
-        enough = self.handle is not None and self.handle.signal_pad_size >= pad_bytes
+        """Have a shared buffer of at least so many bytes, with so many signals from each peer."""
+        enough = self.handle is not None and self.handle.signal_pad_size >= num_signals * self.world * SIGNAL_BYTES
         if enough and self.buffer is not None and self.buffer.numel() >= num_bytes:
             return
+        self.buffer, self.handle = self.allocate(num_bytes, num_signals)
+
+    def allocate(self, num_bytes: int, num_signals: int) -> tuple[torch.Tensor, Any]:
+        """New buffer with so many signals from each peer, and the handle to the buffers of all ranks; all call."""
+        pad_bytes = num_signals * self.world * SIGNAL_BYTES
         symmetric_memory.set_signal_pad_size(max(pad_bytes, symmetric_memory.get_signal_pad_size()))
-        self.buffer, self.handle = allocate(num_bytes, self.device, dist.group.WORLD)
+        return allocate(num_bytes, self.device, dist.group.WORLD)
 
     def stream(self, dst: int) -> torch.cuda.Stream:
         """Side stream for copies to a peer."""
@@ -85,10 +98,11 @@ class SymmetricChannel:
         memory: SymmetricMemory,
         received: Mapping[tuple[int, int], tuple[int, int]],
         sent: Mapping[tuple[int, int], tuple[int, int]],
+        buffer: torch.Tensor,
+        handle: Any,
     ) -> None:
         self.memory, self.received, self.sent = memory, received, sent
-        # Channels that are opened later may have a larger buffer.
-        self.buffer, self.handle = memory.buffer, memory.handle
+        self.buffer, self.handle = buffer, handle
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
         offset, signal = self.sent[dst, tag]

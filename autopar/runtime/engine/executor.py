@@ -72,6 +72,7 @@ class BoundStep:
         loss_fn: LossFunction | None,
         training: bool,
         batch_loss: BatchLoss | None = None,
+        keeps_graph: bool = False,
     ) -> None:
         """Bind.
 
@@ -86,6 +87,7 @@ class BoundStep:
             loss_fn: on the last stage of a training step whose microbatches have losses of their own.
             training: keep what backward needs; otherwise run without gradients.
             batch_loss: on the last stage of a training step whose batch has one loss.
+            keeps_graph: other schedules run between the forwards and the backwards.
         """
         self.placement, self.position, self.ranks, self.flags = placement, position, ranks, flags
         self.device = device
@@ -112,7 +114,8 @@ class BoundStep:
         self.chunks = chunks
         self.input_indices = [input_indices([chunk.program for chunk in row]) for row in chunks]
         has_peers = training and len(ranks) > 1
-        self.channel = transport.open_channel(*self.messages(schedule[position])) if has_peers else transport
+        messages = self.messages(schedule[position])
+        self.channel = transport.open_channel(*messages, keeps_graph) if has_peers else transport
         self.bound_actions = self.bind_actions(schedule)
 
     @property

@@ -106,7 +106,7 @@ def test_a_loop_equals_that_of_one_device(devices: int, mesh: dict[str, Any], pr
 def test_under_torchrun_each_process_feeds_its_part(tmp_path: Path) -> None:
     done = run_ranks(2, SCRIPTS / "prepared_worker.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("agrees") >= 4, done.stdout
+    assert done.stdout.count("agrees") >= 2, done.stdout
 
 
 def parts_of_the_batch(f: Any) -> torch.Tensor:

@@ -323,6 +323,10 @@ def test_an_agreement_names_the_ranks_that_differ() -> None:
     with pytest.raises(UsageError, match=r"^Ranks 2 and 3 were given different inputs or targets, but share each"):
         check_same_samples([5, 5, 6, 7], mesh)
     check_same_samples([5, 0, 6, 6], mesh)  # rank 1 has nothing to compare
+    pipelines = Mesh(2, 1, 2)
+    check_same_samples([5, 6, 7, 6], pipelines)
+    with pytest.raises(UsageError, match=r"^Ranks 0 and 2 were given .* but share a replica \(pp=2, tp=1\)"):
+        check_same_samples([5, 6, 7, 6], pipelines, whole_replicas=True)
     ranks: Any = Told([[4, 1, 9, 8, 70, 5], [4, 0, 9, 9, 71, 6], [4, 0, 9, 9, 71, 6]])
     agreement = BatchAgreement(ranks, mesh, 2)
     agreement.fingerprints = lambda given: (9, 9)  # type: ignore[method-assign]

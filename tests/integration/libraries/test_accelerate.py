@@ -120,6 +120,22 @@ def test_mistakes_are_errors(mistake: Callable[[], Any], message: str) -> None:
         mistake()
 
 
+def test_a_plan_decides_about_the_precision() -> None:
+    _, model, _ = small()
+    model.pm.close()
+    accelerator = on_ranks({"devices": 1, "plan": model.pm.plan, "example_inputs": torch.ones(4, 4)})
+    del accelerator.options["cost"]  # of planning
+    own = linear()
+    again, _ = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    assert again.pm.plan == model.pm.plan
+    again.pm.close()
+    other = on_ranks({"devices": 1, "plan": model.pm.plan}, mixed_precision="bf16")
+    other.options = accelerator.options
+    own = linear()
+    with pytest.raises(UsageError, match="The plan computes in fp32, and mixed_precision='bf16' is asked for"):
+        other.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+
+
 def test_an_overflow_is_told_and_a_frozen_model_stays_here() -> None:
     accelerator, model, optimizer = small(mixed_precision="fp16", gradient_accumulation_steps=1)
     outputs = model(torch.ones(4, 4))

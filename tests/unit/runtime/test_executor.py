@@ -6,6 +6,7 @@ import gc
 import resource
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -243,14 +244,24 @@ class LastingMail:
 
     posts_early = False
 
-    def __init__(self, transport: LocalTransport) -> None:
-        self.send, self.transport = transport.send, transport
-        self.places: dict[tuple[int, int], torch.Tensor] = {}
+    def __init__(self, transport: LocalTransport, places: dict[tuple[int, int], torch.Tensor]) -> None:
+        self.send, self.transport, self.places = transport.send, transport, places
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
         receipt = self.transport.receive(shape, dtype, src, tag, channel)
         place = self.places.setdefault((src, tag), torch.empty(tuple(shape), dtype=dtype))
         return lambda: place.copy_(receipt()).view(tuple(shape))
+
+
+@pytest.fixture
+def lasting_mail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels of one rank share the places of messages, except those that outlive a step."""
+    shared: dict[LocalTransport, dict[tuple[int, int], torch.Tensor]] = defaultdict(dict)
+
+    def channel(self: LocalTransport, incoming: object, outgoing: object, outlives_step: bool) -> LastingMail:
+        return LastingMail(self, {} if outlives_step else shared[self])
+
+    monkeypatch.setattr(LocalTransport, "open_channel", channel)
 
 
 class EarlyOutput(nn.Module):
@@ -266,8 +277,7 @@ class EarlyOutput(nn.Module):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_outputs_outlive_the_next_step(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalTransport, "open_channel", lambda self, incoming, outgoing: LastingMail(self))
+def test_outputs_outlive_the_next_step(microbatches: int, lasting_mail: None) -> None:
     torch.manual_seed(0)
     model, x, y = EarlyOutput(), torch.randn(4, 8), torch.arange(4)
     plan = plan_by_hand(model, x, microbatches, ["second.linear"])
@@ -309,9 +319,26 @@ class ClassToken(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-def test_gradients_are_kept_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_several_graphs_are_kept_apart(lasting_mail: None) -> None:
+    torch.manual_seed(0)
+    model, x, y = EarlyOutput(), torch.randn(4, 8), torch.arange(4)
+    plan = plan_by_hand(model, x, 2, ["second.linear"], "gpipe")
+    pm = in_threads(model, plan, x, None, loss_over="caller")
+
+    def loss(module: Any) -> torch.Tensor:
+        return F.cross_entropy(module(x)[0], y) + module(-x)[0].square().mean()
+
+    loss(model).backward()
+    for _ in range(2):  # the second time in the same channels
+        loss(pm).backward()
+        assert_all_close(
+            pm.gradients(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, "gradient"
+        )
+        pm.zero_grad()
+
+
+def test_gradients_are_kept_in_memory_of_their_own(lasting_mail: None) -> None:
     """Even a view of a received gradient, whose memory the next step overwrites."""
-    monkeypatch.setattr(LocalTransport, "open_channel", lambda self, incoming, outgoing: LastingMail(self))
     torch.manual_seed(0)
     model, y = ClassToken(), torch.tensor([0, 2])
     plan = plan_by_hand(model, torch.randn(2, 5, 6), 2, ["norm.layer_norm"])
