@@ -43,7 +43,7 @@ def warn_of_autocast(precision: Precision, device_type: str) -> bool:
     wanted = next((known for known, low in LOW_DTYPE.items() if low == dtype), "bf16")
     warnings.warn(
         f"torch.autocast has no effect on this model, which computes in {precision}. For mixed precision pass "
-        f'precision="{wanted}" to parallelize, and leave torch.autocast out.',
+        f'precision="{wanted}" to autopar.parallelize or autopar.prepare, and leave torch.autocast out.',
         AutocastWarning,
         stacklevel=caller_level(),
     )

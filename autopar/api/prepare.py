@@ -22,7 +22,7 @@ from autopar.api.model import ParallelModel
 from autopar.api.optimizer_copy import LIMIT, optimizer_copy
 from autopar.api.parallelize import parallelize
 from autopar.api.planning.plan import check_model
-from autopar.api.ranks_parameter import BEFORE, stand_in
+from autopar.api.ranks_parameter import BEFORE, refuse_changes, stand_in
 from autopar.errors import MissingAttributeError, UsageError
 from autopar.runtime.optim.param_groups import options_of, same_value
 
@@ -65,6 +65,7 @@ def prepare(
     check_model(model)
     recipe = optimizer_copy(optimizer, model)
     pm = parallelize(model, devices, optimizer=recipe, loss_over="caller", **arguments)
+    refuse_changes(model.parameters(), pm)
     names = [name for group in recipe.groups for name in group.names]
     return PreparedModule(pm, model), PreparedOptimizer(pm, optimizer, names)
 

@@ -66,6 +66,7 @@ class ProgramCache:
     """All specializations of one model that have been needed so far; threads may share it."""
 
     tracing = threading.RLock()  # of all models: a trace changes modules and settings that threads share
+    is_tracing = False  # any model
 
     def __init__(
         self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None, compiled: bool = False
@@ -177,10 +178,12 @@ class ProgramCache:
         with self.tracing, active, assigned_attributes(self.model) as assigned:
             self.check_unchanged(microbatch)
             now = {module: module.training for module in self.modes}
+            ProgramCache.is_tracing = True
             try:
                 set_modes(self.modes)
                 return lower_planned(self.plan, self.model, microbatch, mode)
             finally:
+                ProgramCache.is_tracing = False
                 set_modes(now)
                 self.assigned |= assigned
                 self.structure = model_structure(self.model, self.assigned)

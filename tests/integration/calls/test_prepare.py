@@ -342,7 +342,10 @@ MISTAKES: list[tuple[Callable[[PreparedModule, PreparedOptimizer], Any], str]] =
     (lambda m, o: next(m.parameters()).data, "weights and gradients are on the ranks"),
     (lambda m, o: nn.init.zeros_(next(m.parameters())), "weights and gradients are on the ranks"),
     (lambda m, o: nn.utils.clip_grad_norm_(with_gradients(m).parameters(), 1.0), "module.clip_grad_norm_"),
+    (lambda m, o: nn.utils.clip_grad_norm_(with_gradients(m).unmodified.parameters(), 1.0), "module.clip_grad_norm_"),
+    (lambda m, o: nn.utils.clip_grad_value_(with_gradients(m) and o.param_groups[0]["params"], 1.0), "unmodified"),
     (lambda m, o: setattr(next(m.parameters()), "requires_grad", False), "requires_grad is set too late"),
+    (lambda m, o: m.unmodified.requires_grad_(False), "requires_grad is set too late"),
     (lambda m, o: m.requires_grad_(False), "change the model before autopar.prepare"),
     (lambda m, o: [child.eval() for child in m.modules()], "not the modules of Sequential"),
     (lambda m, o: m.apply(print), "change the model before autopar.prepare"),
@@ -374,6 +377,22 @@ def test_a_step_after_a_backward_of_the_unmodified_model(prepared: Prepared) -> 
     F.cross_entropy(module.unmodified(X), Y).backward()
     with pytest.raises(UsageError, match="Call the module that it returned"):
         optimizer.step()
+
+
+def test_the_unmodified_model_trains_by_itself_again(prepared: Prepared) -> None:
+    module, _ = prepared()
+    F.cross_entropy(module(X), Y).backward()
+    module(X[:3])  # traces the model again, which reads its gradients
+    copied, model = copy.deepcopy(module.unmodified), module.unmodified
+    for one in (copied, model):
+        if one is model:
+            module.pm.close()
+        loop = sgd(one)
+        F.cross_entropy(one(X), Y).backward()
+        loop.step()
+    assert_same(model.state_dict(), copied.state_dict(), atol=0)
+    assert not any(p.requires_grad for p in model.requires_grad_(False).parameters())
+    assert {type(p) for p in (*model.parameters(), *copied.parameters())} == {nn.Parameter}
 
 
 def test_graphs_end(prepared: Prepared) -> None:
