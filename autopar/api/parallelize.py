@@ -159,6 +159,7 @@ def parallelize(
         check_device(programs.plan.precision, machine)
         warn_of_plan_dependent_random(programs.example)
         warn_of_updated_state(programs.example, chosen)
+        warn_of_synchronised_norms(module, chosen)
         if loss_over == "microbatch":
             warn_of_mixed_samples(programs.example, call.batch, partial(programs.whole_graph, "train", call))
         specs = rank_specs(programs, machine, recipe, options)
@@ -286,9 +287,21 @@ def warn_of_updated_state(graph: Graph, plan: Plan) -> None:
     if found:
         listed = ", ".join(f"{name}{f' at {source}' if source else ''}" for name, source in list(found.items())[:3])
         warnings.warn(
-            f"The forward of {graph.model} updates {listed}{', …' if len(found) > 3 else ''}: once for each of "
-            f"{plural(plan.microbatches, 'microbatch', 'es')}, by the samples of a replica. On one device it would "
-            "once, by the batch; so it does with microbatches=1 and dp=1.",
+            f"The forward of {graph.model} updates {listed}{', …' if len(found) > 3 else ''}: for each microbatch "
+            f"({plan.microbatches}), by the samples of a replica. On one device it would once, by the batch; so it "
+            "does with microbatches=1 and dp=1.",
+            UpdatedStateWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def warn_of_synchronised_norms(model: nn.Module, plan: Plan) -> None:
+    """Warn of batch norms that would synchronise their statistics, which ranks do not."""
+    count = sum(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if count and plan.microbatches * plan.mesh.dp > 1:
+        warnings.warn(
+            f"{plan.model.name} has {plural(count, 'SyncBatchNorm')}, which compute as BatchNorm does: by a microbatch "
+            f"of {plan.microbatch_size} samples. microbatches=1 with dp=1 gives the statistics of the batch.",
             UpdatedStateWarning,
             stacklevel=caller_level(),
         )

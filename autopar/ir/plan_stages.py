@@ -48,8 +48,8 @@ def check_model(plan: PlanView, graph: Graph) -> None:
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
             f"The plan is for another model: field model.fingerprint is {plan.model.fingerprint} "
-            f"({plan.model.name}, {plan.model.num_params:,} parameters), this model's is {graph.fingerprint} "
-            f"({graph.model}, {graph.num_params:,} parameters). Plan again for this model."
+            f"({plan.model.name}, {plan.model.num_params:,} parameters), this model has {graph.num_params:,} "
+            f"parameters and fingerprint {graph.fingerprint}. Plan again for this model."
         )
 
 

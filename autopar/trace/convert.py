@@ -112,15 +112,16 @@ class Converter:
             return self.inline(node, alive, position)
         if not isinstance(target, OpOverload):
             raise TraceError(
-                f"Cannot use {target} at {source_of(node)}: sizes that depend on tensor values, and operations outside "
+                f"Cannot use {target} at {place_of(node)}: sizes that depend on tensor values, and operations outside "
                 "ATen, cannot be split. Rewrite it with PyTorch operations whose shapes follow from the inputs' shapes."
             )
         if str(target).startswith((*CHECKS, *OF_DTYPES)):
             return None
         if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
             raise TraceError(
-                f"Cannot use {short_name(target)} at {source_of(node)}: it takes a number out of a tensor, and a "
-                "traced graph would not follow it. Keep it a tensor (leave out .item(), int(), float(), .tolist())."
+                f"Cannot use {short_name(target)} at {place_of(node)}: it takes a number or a "
+                "size from a tensor's values, and a traced graph would not follow it. Keep it a tensor (leave out "
+                ".item(), int(), float(), .tolist()) whose shape follows from the inputs' (torch.where, not x[mask])."
             )
         args = tuple(self.resolve(a) for a in node.args)
         if is_identity(target, args):
@@ -134,7 +135,7 @@ class Converter:
         """
         if str(node.target) not in REGIONS:
             raise TraceError(
-                f"Cannot use {node.target} at {source_of(node)}: control flow inside the graph is not supported. "
+                f"Cannot use {node.target} at {place_of(node)}: control flow inside the graph is not supported. "
                 "Compute both branches and select with torch.where."
             )
         where = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
@@ -198,7 +199,7 @@ class Converter:
         casts = casts_of(node, target, self.regions)
         if casts is None:
             raise TraceError(
-                f"Cannot write {short_name(target)} at {source_of(node)} without autocast: its inputs stay as they are "
+                f"Cannot write {short_name(target)} at {place_of(node)} without autocast: its inputs stay as they are "
                 "while autocast casts what is made of them inside. Put it in a region of its own with "
                 "torch.autocast(..., enabled=False), and cast its inputs there, or write out what it is made of."
             )
@@ -393,6 +394,11 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     return re.sub(r"@\d+", "", next(reversed(stack.values()))[0])
+
+
+def place_of(node: fx.Node) -> str:
+    """Source of a node, as text for messages."""
+    return source_of(node) or "an unknown line"
 
 
 def source_of(node: fx.Node) -> str:

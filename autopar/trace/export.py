@@ -29,7 +29,7 @@ from autopar.trace.python_state import differing, numbers_of, set_numbers, warn_
 
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
-    "use torch.where or torch.cond there, or hand autopar the part of the model that can be traced."
+    "use torch.where there, or hand autopar the part of the model that can be traced."
 )
 
 # How torch.export (2.11 and 2.15) refuses a forward that computes with ``tensor.data``.

@@ -15,7 +15,7 @@
   `hugging_face_worker` are scripts that ranks run.
 - Loops that stay as they are, with and without ranks: `prepared_loops`, `lightning_loops`, `hugging_face_loops`.
 - The command line: `cli` (in this process), `train_cli` (in its own), `bench`.
-- Pages of docs: `measured_steps` (benchmarks), `scale` (tables and pictures).
+- Pages of docs: `measured_steps` (benchmarks), `scale` (tables and pictures), `concepts` (pictures).
 - Long runs: `soak` (a script that watches memory, files and threads).
 - The test run: `effort` (fast or full), `traces` (cache of traces), `layers` (imports of the package).
 """

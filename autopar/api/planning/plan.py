@@ -334,6 +334,11 @@ def check_model(model: Any) -> None:
             f"The model is {of_type(model)}; it must be a torch.nn.Module. "
             "Names such as vit_small_patch16_224 build one."
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "The model is a torch.jit.ScriptModule, which torch.export cannot trace. Pass the module before "
+            "torch.jit.script or torch.jit.trace."
+        )
     wrapper = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
     if wrapper is not None:
         raise UsageError(

@@ -155,6 +155,7 @@ def connected_store(launch: Launched) -> dist.Store:
     A process keeps it for its whole life, since it may be the server.
 
     Raises:
+        UsageError: no variable says where the ranks meet.
         WorkerError: torchrun's agent, which serves the store, has ended.
     """
     import torch.distributed as dist
@@ -162,6 +163,12 @@ def connected_store(launch: Launched) -> dist.Store:
     if dist.is_initialized():  # autopar makes a group only after this call
         assert dist.group.WORLD is not None
         return dist.group.WORLD.get_group_store()
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if launch.address == "env://" and missing:
+        raise UsageError(
+            f"RANK={launch.rank} and WORLD_SIZE={launch.world} say that this is one of several processes, but "
+            f"{missing[0]} does not say where they meet. Start them by torchrun, or set MASTER_ADDR and MASTER_PORT."
+        )
     if launch.address == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The agent serves the store before it starts ranks. TCPStore would try a refused connection again and again.
         host, port = meeting_point(launch).rsplit(":", 1)

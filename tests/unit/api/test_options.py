@@ -161,6 +161,14 @@ def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     found = launched()
     assert found is not None and (found.rank, found.world, found.local_world) == (0, 4, 4)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UsageError, match=r"RANK=0 and WORLD_SIZE=4 .* MASTER_ADDR does not say where they meet"):
+        autopar.parallelize(mlp(), 4, torch.randn(4, 8))
+
+
+def test_a_scripted_model_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"is a torch\.jit\.ScriptModule.*Pass the module before"):
+        autopar.plan(torch.jit.trace(mlp(), torch.randn(4, 8)), 2, torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("asked", [{"cuda_graph": True}, {"transport": "nccl"}, {"transport": "symmetric"}])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import MixedSamplesWarning, UsageError
 from autopar.api.outputs import join_outputs, warn_of_mixed_samples
-from autopar.api.parallelize import warn_of_updated_state
+from autopar.api.parallelize import warn_of_synchronised_norms, warn_of_updated_state
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.pytree import leaves
 from autopar.trace.trace import trace
@@ -298,5 +298,16 @@ def test_training_warns_of_state_that_a_forward_updates(of: str, microbatches: i
         warn_of_updated_state(trace(Centred(of), (x[: 8 // microbatches // dp],), mode="train"), plan)
     assert len(caught) == warns
     if warns:
-        message = r"The forward of Centred updates mean at .*test_outputs\.py:.*: once for each of"
+        message = r"The forward of Centred updates mean at .*test_outputs\.py:.*: for each microbatch"
         assert re.search(message, str(caught[0].message))
+
+
+@pytest.mark.parametrize(("microbatches", "warns"), [(1, False), (2, True)])
+def test_training_warns_of_norms_that_would_synchronise(microbatches: int, warns: bool) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten()))
+    x = torch.randn(16, 3, 4, 4)
+    plan = autopar.plan(model, 1, x, microbatches=microbatches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_synchronised_norms(model, plan)
+    assert [str(warning.message)[:29] for warning in caught] == ["Sequential has 1 SyncBatchNorm"[:29]] * warns
