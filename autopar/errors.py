@@ -168,12 +168,22 @@ class VariantWarning(UserWarning):
 def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6) -> str:
     """A sentence for an error message, ``" Did you mean cosine or constant?"``; empty where no known name is similar.
 
+    Names that begin with the letters and digits of ``name`` come first, shortest first: ``vitbase`` and ``ViT-B`` begin
+    ``vit_base_patch16_224``.
+
     Args:
         limit: number of names in the sentence, at most.
         cutoff: similarity from 0 to 1 that a name must have, as in `difflib.get_close_matches`.
     """
-    near = get_close_matches(name, list(known), limit, cutoff)
+    names, start = list(known), letters_and_digits(name)
+    longer = sorted((own for own in names if start and letters_and_digits(own).startswith(start)), key=len)
+    near = list(dict.fromkeys([*longer, *get_close_matches(name, names, limit, cutoff)]))[:limit]
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def letters_and_digits(name: str) -> str:
+    """A name in lower case without ``_``, ``-`` and the like."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def caller_level() -> int:

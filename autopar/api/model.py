@@ -93,6 +93,9 @@ class ParallelModel:
         self._extra_state = {name: value for name, value in state.items() if name not in self._aliases}
         self._versioned = with_versions({}, state)
 
+    def __repr__(self) -> str:
+        return f"ParallelModel({self.plan.model.name}, {self.plan.mesh}{'' if self.is_open else ', closed'})"
+
     # -- data --------------------------------------------------------------------------------------------------
 
     @property

@@ -69,8 +69,8 @@ class PlanConstraints:
             errors could turn the choice, and plans again: see docs/search.md. Under a launcher
             `autopar.parallelize` measures on rank 0, and takes what rank 0's disk has.
         measure_seconds: longest time that ``cost="auto"`` takes to time operations, second; 0 for none, so that only
-            times count that are on disk. By default the number in AUTOPAR_MEASURE_SECONDS, or 30. A trace of the model
-            that has begun ends first, which may take longer.
+            times count that are on disk. By default the number in AUTOPAR_MEASURE_SECONDS, or 30 on
+            GPUs and 0 on processors. A trace of the model that has begun ends first, which may take longer.
         solver_seconds: time limit for proving a bound of the cuts and finding better ones, second.
 
     Raises:

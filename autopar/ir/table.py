@@ -34,6 +34,7 @@ BAR_CELLS = 8
 GAP = 2  # columns between two cells
 MIN_NAME_COLUMNS = 12  # columns for module names, however narrow the terminal is
 BAR_NAME_COLUMNS = 18  # columns for module names without which time bars are left out
+DROPPED_IF_NARROW = ("sends", "params")  # columns of stages that leave room for module names
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
 NOTABLE_SHARE = 0.01  # share of a step from which reduction and optimizer have a row
 TIME_BAR = "F █ B ░"
@@ -142,6 +143,9 @@ def stage_table(plan: PlanView, width: int) -> Table:
 
     if name_columns() < BAR_NAME_COLUMNS:
         del numbers[TIME_BAR]
+    for title in DROPPED_IF_NARROW:  # Rich would shorten all titles and numbers
+        if name_columns() < MIN_NAME_COLUMNS:
+            del numbers[title]
     name_width = name_columns()
     columns = numeric(*numbers, no_wrap=True)
     if TIME_BAR in numbers:
@@ -291,7 +295,7 @@ def alternative_table(plan: PlanView, numbered: bool = False) -> Table:
     """A row per plan that was considered and not chosen, with numbers from 1 on if ``numbered``."""
     table = plain_table(
         *(numeric("") if numbered else []), Column("rejected", no_wrap=True), *numeric("step", no_wrap=True),
-        *numeric("against this plan"), "",
+        *numeric("against this plan"), Column("", overflow="fold"),
     )  # fmt: skip
     best = plan.prediction.step_seconds
     for number, alternative in enumerate(plan.alternatives, start=1):

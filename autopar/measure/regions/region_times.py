@@ -30,7 +30,7 @@ WORKER = "autopar.measure.regions.timing:run"
 LIMIT_SECONDS = 600.0  # for one region, compilation included
 MAX_FAILURES = 3  # processes that fail within a budget, before no more are started
 BUDGET_VARIABLE = "AUTOPAR_MEASURE_SECONDS"
-BUDGET_SECONDS = 30.0  # of cost="auto"
+BUDGET_SECONDS = {"cuda": 30.0, "cpu": 0.0}  # of cost="auto"; processors would seldom finish a region in that time
 
 ProgressCallback = Callable[[int, int, str], None]  # (regions done, regions in all, description)
 SizedProgram = tuple[Program, TensorAxes]  # a region traced with the samples that are timed, and its tensor axes
@@ -286,19 +286,19 @@ def region_timer_for(
         return None
     setting = region_setting(hardware.device_type, hardware.execution_mode, devices)
     cache = TimesCache(cache_folder(), setting.text)
-    budget_seconds = inf if cost == "measured" else budget(measure_seconds)
+    budget_seconds = inf if cost == "measured" else budget(measure_seconds, hardware.device_type)
     return None if cache.is_empty and not budget_seconds else RegionTimer(setting, cache, show_progress, budget_seconds)
 
 
-def budget(measure_seconds: float | None) -> float:
-    """Seconds that "auto" may take: those given, or those in the environment, or the default.
+def budget(measure_seconds: float | None, device_type: str) -> float:
+    """Seconds that "auto" may take: those given, or those in the environment, or the default of a device type.
 
     Raises:
         UsageError: the environment's are no number of at least 0.
     """
     if measure_seconds is not None:
         return measure_seconds
-    given = os.environ.get(BUDGET_VARIABLE) or str(BUDGET_SECONDS)
+    given = os.environ.get(BUDGET_VARIABLE) or str(BUDGET_SECONDS[device_type])
     try:
         seconds = float(given)
     except ValueError:

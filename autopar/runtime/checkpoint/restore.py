@@ -34,6 +34,7 @@ from autopar.runtime.random_state import generator_states, seed_generators, seed
 
 # Options that select an optimizer's kernels and do not change its results.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+FIRST_LR = "initial_lr"  # what torch's schedulers add to groups, also after the optimizer is prepared
 
 
 class Restore:
@@ -117,7 +118,8 @@ class Restore:
     def option_changes(self) -> list[OptionChange]:
         """Initial options of this optimizer that differ from the saved one's; `apply` takes the saved options.
 
-        Options that only one version of an optimizer has do not count.
+        Options that only one version of an optimizer has do not count, nor the rate that a scheduler of the caller
+        keeps in the groups.
         """
         updater, changes = self.rank.updater, []
         if updater.optimizer is None or self.training.optimizer is None:
@@ -125,7 +127,9 @@ class Restore:
         for name in updater.made_options.keys() & self.training.states.keys():
             current, saved = updater.made_options[name], self.training.states[name].made
             options = [
-                o for o in {**saved, **current} if (o in current and o in saved) or o not in updater.optimizer.defaults
+                o
+                for o in {**saved, **current}
+                if (o in current and o in saved) or o not in {*updater.optimizer.defaults, FIRST_LR}
             ]
             values = [(option, repr(saved.get(option)), repr(current.get(option))) for option in options]
             changes += [OptionChange(name, option, was, now) for option, was, now in values if was != now]

@@ -117,7 +117,7 @@ class PlanFlags:
         float | None,
         Option(
             help="Time that --cost auto may take to time operations; 0 for none, so that only times count that were "
-            "kept. By default $AUTOPAR_MEASURE_SECONDS, or 30.",
+            "kept. By default $AUTOPAR_MEASURE_SECONDS, or 30 on GPUs and 0 on processors.",
             metavar="SECONDS",
         ),
     ] = None

@@ -292,6 +292,8 @@ def test_nothing_is_said_where_nothing_may_be_timed(runs: Runs, monkeypatch: pyt
     for options in cases:
         found = autopar.plan(*LARGE, **options)
         assert found.solver.measuring is None and "measured  " not in str(found)
+    monkeypatch.delenv("AUTOPAR_MEASURE_SECONDS")
+    assert autopar.plan(*LARGE).solver.measuring is None, "processors are timed where it is asked for"
     monkeypatch.setenv("AUTOPAR_MEASURE_SECONDS", "100")
     assert autopar.plan(*LARGE).solver.measuring is not None and runs.starts != []
 
