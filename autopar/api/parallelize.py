@@ -231,7 +231,10 @@ def load_user_plan(
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     plan.validate()
     if plan.mesh.devices != devices:
-        raise UsageError(f"The plan is for {plural(plan.mesh.devices, 'device')}, parallelize was asked for {devices}.")
+        raise UsageError(
+            f"The plan is for {plural(plan.mesh.devices, 'device')}, parallelize was asked for {devices}. Use "
+            f"devices={plan.mesh.devices} (--devices {plan.mesh.devices}), or plan for {devices}."
+        )
     for name in constraints.keys() - RUN_SETTINGS:
         raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
     return plan

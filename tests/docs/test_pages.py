@@ -9,17 +9,35 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.pages import pages, pictures, run_page, unknown_flags, unused_files
+from support.effort import only
+from support.pages import first_different, first_missing, pages, pictures, run_page, unknown_flags, unused_files
 
 PAGES = pages()
 NAMES = [name for name, own in PAGES.items() if any(not block.reason for block in own)]
+PRINTED = ["model  vit", "", "step  12.5 ms", "bound by  compute", "saved"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize("page", only(["how_to/plans.md"], NAMES))
 def test_blocks_run(page: str, tmp_path: Path) -> None:
     run_page(PAGES[page], tmp_path)
     assert [name for name in pictures(page) if not (tmp_path / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "missing", "different"),
+    [
+        ([], None, None),
+        (PRINTED, None, None),
+        (["…", "step  12.5 ms", "…", "saved"], None, None),
+        (["step 13.0 ms"], None, "step 13.0 ms"),  # numbers and spaces count for exact blocks alone
+        (["step  12.5 ms", "saved"], None, "step  12.5 ms\nsaved"),  # a line between them is left out
+        (["saved", "…", "step  12.5 ms"], "step  12.5 ms", "step  12.5 ms"),
+        (["loss 1.0"], "loss 1.0", "loss 1.0"),
+    ],
+)
+def test_other_output_is_found(shown: list[str], missing: str | None, different: str | None) -> None:
+    assert first_missing(shown, PRINTED) == missing
+    assert first_different(shown, PRINTED) == different
 
 
 def test_blocks_that_are_not_run_are_valid() -> None:

@@ -1,80 +1,63 @@
-"""README.md shows what there is: its Python blocks run as they are pasted, here at toy size and on one device."""
+"""README.md shows what there is: its script runs, its commands are those of pages, and its links lead somewhere."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.effort import only
-from typer.testing import CliRunner
+from support.pages import blocks, commands, first_different, pages, unknown_flags
 
-from autopar.tools.cli.app import app
-
-TEXT = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-# What makes a block small; the second one goes on from the first.
-SMALLER = (
-    {
-        '"vit_small_patch16_224", num_classes=10': '"test_vit", img_size=32, num_classes=10',
-        "torch.randn(32, 3, 224, 224)": "torch.randn(4, 3, 32, 32)",
-        "(32,)": "(4,)",
-        "devices=2, batch_size=32": "devices=1, batch_size=4",
-    },
-    {"devices=2": "devices=1", "batch_size=32": "batch_size=4"},
-    {
-        "Wanted(side=32)": "Wanted(side=32, num_train=64, num_test=8)",
-        "patch_size=8": "patch_size=8, depth=1",
-        "devices=2": "devices=1",
-        "epochs=10": "epochs=1",
-    },
-)
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = [*blocks(TEXT, "README.md")]
+(PYTHON,) = [block.code for block in BLOCKS if block.language == "python"]
+COMMANDS = [block for block in BLOCKS if block.language in ("console", "bash")]
+RUN_BY = re.compile(r"docs/(\S+\.md) runs it")  # why a block is not run here
+SMALLER = {
+    '"test_vit"': '"test_vit", img_size=32',
+    "torch.randn(32, 3, 160, 160)": "torch.randn(4, 3, 32, 32)",
+    "(32,)": "(4,)",
+    "devices=2, batch_size=32": "devices=1, batch_size=4",
+}
 
 
-def smaller(number: int) -> str:
-    """A block with what takes long made small."""
-    block = BLOCKS[number]
-    for long, short in SMALLER[number].items():
-        assert block.count(long) == 1, long
-        block = block.replace(long, short)
-    return block
+def test_the_script_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
+    script = PYTHON
+    for long, short in SMALLER.items():
+        assert script.count(long) == 1, long
+        script = script.replace(long, short)
+    exec(script, {})
+    assert len(re.findall(r"^loss \d\.\d+$", capsys.readouterr().out, re.MULTILINE)) == 3
 
 
-def test_the_blocks_that_use_a_model_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
-    exec(smaller(0), names)
-    assert len(re.findall(r"^\d\.\d+$", capsys.readouterr().out, re.MULTILINE)) == 3  # the losses that it prints
-    exec(smaller(1), names)
-    names["pm"].close()
+def test_the_script_is_that_of_the_start_page() -> None:
+    """The page runs it with 2 processes."""
+    assert PYTHON in [block.code for block in pages()["index.md"] if block.title == "train.py"]
 
 
-def test_the_block_that_trains_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(smaller(2), {})
-    assert {"last", "history.jsonl"} <= {path.name for path in (tmp_path / "runs" / "mine").iterdir()}
+def test_commands_are_those_that_pages_run() -> None:
+    """A command that a page runs is the page's to the character, and so is what it prints."""
+    run_by_pages = 0
+    for block in COMMANDS:
+        assert block.reason and unknown_flags(block) == [], block.code
+        page = RUN_BY.match(block.reason)
+        if page:
+            run = {command: shown for own in pages()[page[1]] if not own.reason for command, shown in commands(own)}
+            for command, shown in commands(block):
+                assert first_different(shown, run[command]) is None
+                run_by_pages += 1
+    assert run_by_pages == 3
 
 
-def test_there_is_no_other_block() -> None:
-    assert len(BLOCKS) == len(SMALLER)
+def test_links_lead_to_files_and_headings() -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", TEXT)
+    assert len(links) > 30
+    for path, heading in links:
+        text = (ROOT / path).read_text()
+        headings = [re.sub(r"[^\w\s-]", "", line).strip().lower() for line in re.findall(r"^#+ (.+)$", text, re.M)]
+        assert not heading or heading in [name.replace(" ", "-") for name in headings], f"{path}#{heading}"
 
 
-@pytest.mark.parametrize(
-    ("begins", "flags"), only([("sharded  ", ("--tp", "2"))], [("$ autopar plan", ()), ("sharded  ", ("--tp", "2"))])
-)
-def test_the_plan_is_what_is_printed(begins: str, flags: tuple[str, ...]) -> None:
-    command = "plan vit_large_patch16_224 --devices 4 --hardware h200-nvlink"
-    (shown,) = re.findall(rf"^```\n({re.escape(begins)}.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-    out = CliRunner(env={"COLUMNS": "100"}).invoke(app, [*command.split(), *flags], prog_name="autopar").stdout
-    shown = shown.removeprefix(f"$ autopar {command}\n")
-    seconds = r"\d\.\d\d s, balancing"
-    assert re.sub(seconds, "", shown).strip() in re.sub(seconds, "", out)
-
-
-def test_the_simulation_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (planned,) = re.findall(r"After `autopar (plan [^`]*-o plan\.json)`", TEXT)
-    command = "simulate plan.json --schedule gpipe"
-    (shown,) = re.findall(rf"^```\n\$ autopar {command}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-    assert CliRunner().invoke(app, planned.split(), prog_name="autopar").exit_code == 0
-    assert CliRunner().invoke(app, command.split(), prog_name="autopar").stdout == shown
+def test_it_is_short() -> None:
+    assert len(TEXT.split()) < 2000

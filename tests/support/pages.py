@@ -26,6 +26,7 @@ BLOCK = re.compile(
 TITLE = re.compile(r'title="([^"]+)"')
 PICTURE = re.compile(r"\]\(\.\./pictures/([\w.-]+\.png)\)")
 NOT_RUN = "not run: "  # begin of the comment above a block that cannot run here, such as "<!-- not run: 4 GPUs -->"
+EXACT = "exact"  # the comment above a block whose numbers are those of any machine, as in plans by a shipped cost model
 RUN = ("python", "console", "bash")
 NUMBER = re.compile(r"\d[\d,.]*(e[+-]?\d+)?")
 TIMEOUT_SECONDS = 300
@@ -41,6 +42,7 @@ class Block:
         line: number of its first line in the page.
         reason: why it is not run, or empty.
         title: name of the file that it is, or empty.
+        exact: whether numbers and spaces of its output are compared too.
     """
 
     page: str
@@ -49,6 +51,7 @@ class Block:
     code: str
     reason: str = ""
     title: str = ""
+    exact: bool = False
 
 
 def blocks(text: str, page: str) -> Iterator[Block]:
@@ -59,7 +62,7 @@ def blocks(text: str, page: str) -> Iterator[Block]:
         reason = note.removeprefix(NOT_RUN) if note.startswith(NOT_RUN) else ""
         title = TITLE.search(match["info"])
         line = text[: match.start("code")].count("\n") + 1
-        yield Block(page, line, match["language"], code, reason, title[1] if title else "")
+        yield Block(page, line, match["language"], code, reason, title[1] if title else "", note == EXACT)
 
 
 def pages() -> dict[str, list[Block]]:
@@ -116,7 +119,8 @@ def run_commands(block: Block, folder: Path) -> None:
         )  # fmt: skip
         where = f"docs/{block.page}, line {block.line}: {command}"
         assert done.returncode == 0, f"{where}\n{done.stdout[-5000:]}"
-        missing = first_missing(shown, done.stdout.splitlines())
+        find = first_different if block.exact else first_missing
+        missing = find(shown, done.stdout.splitlines())
         assert missing is None, f"{where} does not print {missing!r}:\n{done.stdout}"
 
 
@@ -166,6 +170,20 @@ def first_missing(shown: Sequence[str], printed: Sequence[str]) -> str | None:
                 break
         else:
             return shown[place]
+    return None
+
+
+def first_different(shown: Sequence[str], printed: Sequence[str]) -> str | None:
+    """First passage of ``shown`` that is not printed, to the character, after those before it; None if all are.
+
+    Lines with "…" alone end passages, and stand for any lines.
+    """
+    remaining = "\n".join(["", *map(str.rstrip, printed), ""])
+    for passage in re.split(r"^…$", "\n".join(map(str.rstrip, shown)), flags=re.M):
+        lines = f"\n{passage.strip()}\n"
+        if passage.strip() and lines not in remaining:
+            return passage.strip()
+        remaining = f"\n{remaining.partition(lines)[2]}" if passage.strip() else remaining
     return None
 
 

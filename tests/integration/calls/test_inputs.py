@@ -271,7 +271,11 @@ def test_arguments_of_parallelize() -> None:
         (2, {"tp": 3}, "tp=3 needs a multiple of 3 devices, not 2"),
         (2, {"backend": "mpi"}, "backend='mpi' is unknown"),
         (2, {"batch_size": 5}, "batch_size=5, but the example inputs hold 6 samples"),
-        (3, {"plan": plan}, "The plan is for 2 devices, parallelize was asked for 3"),
+        (
+            3,
+            {"plan": plan},
+            "The plan is for 2 devices, parallelize was asked for 3. Use devices=2 \\(--devices 2\\), or",
+        ),
         (2, {"plan": plan, "microbatches": 2}, "Both plan= and microbatches= are given"),
     ):
         with pytest.raises(UsageError, match=message):

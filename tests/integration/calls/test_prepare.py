@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 
 import autopar
 from autopar.api.prepare import PreparedModule, PreparedOptimizer
-from autopar.errors import MissingAttributeError, UsageError
+from autopar.errors import MissingAttributeError, ResumeWarning, UsageError
 
 X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -291,6 +292,22 @@ def test_a_checkpoint_has_the_rate_that_the_schedule_has_set(devices: int, prepa
     other_schedule.load_state_dict(other.pm.load_checkpoint(tmp_path)["schedule"])
     go_on(other, other_optimizer, other_schedule)
     assert_same(other.state_dict(), module.state_dict(), atol=1e-7)
+
+
+def test_a_schedule_may_be_built_before_the_optimizer_is_prepared_or_after(prepared: Prepared, tmp_path: Path) -> None:
+    def make(model: nn.Module, scheduled: bool = False) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if scheduled:
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)  # adds initial_lr to the groups
+        return optimizer
+
+    for saved, loaded in ((True, False), (False, True)):
+        module, _ = prepared(lambda model, scheduled=saved: make(model, scheduled))
+        module.pm.save_checkpoint(tmp_path)
+        other, _ = prepared(lambda model, scheduled=loaded: make(model, scheduled))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResumeWarning)
+            other.pm.load_checkpoint(tmp_path)
 
 
 def test_averages(prepared: Prepared) -> None:

@@ -100,6 +100,7 @@ def test_late_results_are_those_of_plain_calls() -> None:
 
 def test_a_late_loss_that_is_not_finite_warns_where_it_is_read() -> None:
     with start() as pm:
+        assert repr(pm) == f"ParallelModel({pm.plan.model.name}, {pm.plan.mesh})"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             first, second = pm.train_step(X * torch.nan, Y), pm.train_step(X, Y)
@@ -112,7 +113,7 @@ def test_a_late_loss_that_is_not_finite_warns_where_it_is_read() -> None:
         assert told[0].filename == __file__
         with pytest.warns(NonFiniteLossWarning, match="loss of step 3 is nan"):
             pm.close()  # that of step 2 too
-    assert second.ready
+    assert second.ready and repr(pm).endswith(", closed)")
 
 
 def test_an_error_of_a_late_step_is_raised_by_its_call() -> None:

@@ -41,6 +41,8 @@ def test_a_name_that_may_be_built_passes(name: str) -> None:
         ("vit_tyny_patch16_224", "timm has no model named 'vit_tyny_patch16_224' .* Did you mean vit_tiny_patch16_224"),
         ("timm:resnet50", "timm has no model named 'timm:resnet50' .* Did you mean resnet50"),
         ("torchvision:resnet51", "torchvision has no model named 'resnet51' .* Did you mean resnet50"),
+        ("vitbase", "timm has no model named 'vitbase' .* Did you mean vit_base_"),
+        ("torchvision:ViT-B", "torchvision has no model named 'ViT-B' .* Did you mean vit_b_16 or vit_b_32\\?"),
     ],
 )
 def test_a_name_that_is_nowhere_is_refused(name: str, message: str) -> None:

@@ -85,6 +85,16 @@ one device      500.0 ms      4.1 × as long
 1 microbatch           –                  –  does not fit: stage 0 needs 99.0 GiB"""
 
 
+def test_narrow_terminals_leave_out_columns_and_shorten_nothing() -> None:
+    long = Alternative("1 microbatch", 0.2, "collectives 256.4 µs more, recomputation 1.30 ms")
+    table = plan_text(replace(PLAN, alternatives=(long,)), 60).split("\n\n")
+    titles, _, *rows = table[1].splitlines()
+    assert titles.split() == ["stage", "ranks", "from", "…", "to", "forward", "backward", "peak", "memory"]
+    assert "12.5 GiB 78 %" in table[1] and "patch_embed." in table[1]
+    assert "collectives" in table[3] and "…" not in table[3]
+    assert max(map(len, rows)) <= 60
+
+
 def test_the_step_says_what_its_error_rests_on() -> None:
     parts = (
         StepPart("matmul bfloat16", 0.03, "steps"), StepPart("memory", 0.04, "steps"),
