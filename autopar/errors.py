@@ -27,6 +27,8 @@ EXIT_CODES: Mapping[int, str] = {
 # Last sentence of errors whose cause may be the machine and not the caller.
 SEE_DOCTOR = "`autopar doctor` checks this machine."
 
+MISSPELT = 0.9  # similarity, as `difflib.get_close_matches` has it, of a name with a letter or two wrong
+
 # Files whose frames are not the user's; some functions of autopar are called through a context manager.
 INTERNAL = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
 
@@ -168,8 +170,8 @@ class VariantWarning(UserWarning):
 def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6) -> str:
     """A sentence for an error message, ``" Did you mean cosine or constant?"``; empty where no known name is similar.
 
-    Names that begin with the letters and digits of ``name`` come first, shortest first: ``vitbase`` and ``ViT-B`` begin
-    ``vit_base_patch16_224``.
+    Names that are misspelt by a letter or two come first, then those that begin with the letters and digits of
+    ``name``, shortest first: ``vitbase`` and ``ViT-B`` begin ``vit_base_patch16_224``.
 
     Args:
         limit: number of names in the sentence, at most.
@@ -177,7 +179,8 @@ def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6
     """
     names, start = list(known), letters_and_digits(name)
     longer = sorted((own for own in names if start and letters_and_digits(own).startswith(start)), key=len)
-    near = list(dict.fromkeys([*longer, *get_close_matches(name, names, limit, cutoff)]))[:limit]
+    misspelt, similar = (get_close_matches(name, names, limit, least) for least in (max(cutoff, MISSPELT), cutoff))
+    near = list(dict.fromkeys([*misspelt, *longer, *similar]))[:limit]
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 

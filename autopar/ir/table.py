@@ -151,7 +151,7 @@ def stage_table(plan: PlanView, width: int) -> Table:
     if TIME_BAR in numbers:
         columns[list(numbers).index(TIME_BAR)] = Column(TIME_BAR, style="cyan", no_wrap=True)
     names_at = 1 + list(numbers).index("chunk" if chunks else "ranks")
-    columns.insert(names_at, Column("from … to"))
+    columns.insert(names_at, Column("from … to", overflow="fold"))
     table = plain_table(*columns)
     for i, (first, last) in enumerate(stage_ends(stages)):
         where = wrapped(f"{first} … {last}" if first != last else first, max(name_width, MIN_NAME_COLUMNS))

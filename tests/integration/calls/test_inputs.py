@@ -274,7 +274,7 @@ def test_arguments_of_parallelize() -> None:
         (
             3,
             {"plan": plan},
-            "The plan is for 2 devices, parallelize was asked for 3. Use devices=2 \\(--devices 2\\), or",
+            r"The plan is for 2 devices, parallelize was asked for 3\. Use devices=2 \(--devices 2\)",
         ),
         (2, {"plan": plan, "microbatches": 2}, "Both plan= and microbatches= are given"),
     ):
