@@ -6,7 +6,6 @@ line's exit code for an error.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 from collections.abc import Iterable, Mapping
@@ -29,8 +28,9 @@ SEE_DOCTOR = "`autopar doctor` checks this machine."
 
 MISSPELT = 0.9  # similarity, as `difflib.get_close_matches` has it, of a name with a letter or two wrong
 
-# Files whose frames are not the user's; some functions of autopar are called through a context manager.
-INTERNAL = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
+# Files whose frames are not the user's: functions of autopar are also called through context managers and modules.
+INTERNAL = str(Path(__file__).parent) + os.sep
+BETWEEN = ("/contextlib.py", "/torch/nn/modules/module.py")
 
 
 class AutoparError(Exception):
@@ -189,9 +189,14 @@ def letters_and_digits(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
+def is_internal(file: str) -> bool:
+    """Whether the frames of a file are not the user's."""
+    return file.startswith(INTERNAL) or file.endswith(BETWEEN)
+
+
 def caller_level() -> int:
     """The ``stacklevel`` with which `warnings.warn`, called by this function's caller, names the user's line."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(INTERNAL):
+    while frame is not None and is_internal(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level

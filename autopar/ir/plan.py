@@ -38,7 +38,7 @@ from autopar.ir.plan_parts import (
     replica_text,
 )
 from autopar.ir.plan_stages import stage_of_ops
-from autopar.ir.units import plural
+from autopar.ir.units import TIME, plural, text
 
 SCHEMA_VERSION = 4
 
@@ -213,6 +213,9 @@ class Plan:
             PlanError: the plan belongs to another model, or its stages do not cover the graph in order.
         """
         return stage_of_ops(self, graph)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.model.name}, {self.mesh}, {text(self.prediction.step_seconds, TIME)})"
 
     def __str__(self) -> str:
         from autopar.ir.table import plan_text  # slow: imports rich, which workers do without

@@ -464,6 +464,13 @@ def test_attributes_are_those_of_the_model_but_for_its_weights(prepared: Prepare
     assert [*nn.Sequential(module, nn.Softmax(1)).state_dict()] == ["0.head.weight", "0.head.bias"]
 
 
+def test_a_warning_names_the_line_of_the_call(prepared: Prepared) -> None:
+    module, _ = prepared()
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(autopar.AutocastWarning) as seen:
+        module(X)
+    assert [warning.filename for warning in seen] == [__file__]
+
+
 def test_a_part_of_a_state_dict_is_loaded_without_strict(prepared: Prepared) -> None:
     module, _ = prepared()
     state = module.state_dict()

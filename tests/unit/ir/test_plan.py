@@ -17,6 +17,7 @@ from torch import nn
 from autopar import Plan, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_parts import BlockSharding, Collective
+from autopar.ir.units import TIME, text
 
 BACK = {"src": 1, "dst": 0, "num_bytes": 8, "seconds": 1e-6}  # a message of gradients
 
@@ -40,6 +41,7 @@ def changed(path: str, value: Any) -> str:
 def test_round_trip(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan()
+    assert repr(plan()) == f"Plan({plan().model.name}, {plan().mesh}, {text(plan().prediction.step_seconds, TIME)})"
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     narrow = replace(plan(), reduce_dtype="bfloat16")
     assert Plan.from_json(narrow.to_json()) == narrow != plan()
