@@ -79,7 +79,8 @@ def shared_trace(
         fcntl.flock(cached, fcntl.LOCK_EX)  # concurrent ranks wait for the first
         cached.seek(0)
         if pickled := cached.read():
-            return pickle.loads(pickled)
+            with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own tree specs
+                return pickle.loads(pickled)
         with warnings.catch_warnings(record=True) as caught:
             graph = trace(model, args, kwargs, mode, name)
         if not caught:  # a model with warnings is traced each time, so that they appear each time
