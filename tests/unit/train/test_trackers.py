@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,9 @@ from autopar.train.trackers.wandb_files import history
 from autopar.train.trackers.wandb_run import logged_by
 
 CONFIG = {"lr": 3e-3, "betas": [0.9, 0.99], "folder": Path("data"), "left_out": None}
+
+
+WRITE_SECONDS = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -368,7 +372,9 @@ def test_files_of_wandb_that_end_within_a_record(tmp_path: Path) -> None:
         run.log({"train/update": step, "text": "x" * (1000 if step % 7 else 40_000)}, step=step)
     run.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    rows = [row["train/update"] for row in history(path)]
+    end = time.monotonic() + WRITE_SECONDS
+    while len(rows := [row["train/update"] for row in history(path)]) < 399 and time.monotonic() < end:
+        time.sleep(0.1)  # wandb may write the last block after finish()
     assert rows == list(range(1, 400)) and path.stat().st_size > 5 * 2**15
     data = path.read_bytes()
     for size in (len(data) // 2, len(data) // 3, 2**15 + 3, 2**15 - 2, 100, 7, 0):
