@@ -5,8 +5,8 @@ Input is a model, a `call.Call` at the microbatch size, a mode and a precision; 
 - `lower`: `lower_model`, the whole room in one function: the trace, then every rewrite of it in order.
 - `call`: a call's arguments in the signature's order; which of them are batched.
 - `trace`: torch.export's placeholders become inputs and weights, its nodes operations.
-- `export`, `hooks`, `finite`, `fake`, `frames`, `copy_model`: the export, what it would lose, branches on whether
-  activations are finite, and errors with the user's line.
+- `export`, `hooks`, `finite`, `fake`, `frames`, `copy_model`, `forward_error`: the export, what it would lose, branches
+  on whether activations are finite, errors with the user's line, and errors that a model raises itself.
 - `shared_memory`, `python_state`: refusals of weights that overlap in memory, and of Python state that forwards change.
 - `caches`: sets caches back that a forward filled.
 - `convert`, `inplace`, `autocast`, `masks`: nodes to operations; side effects, autocast regions, trivial masks.

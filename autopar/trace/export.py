@@ -23,7 +23,8 @@ from autopar.ir.pytree import leaves, tree_map
 from autopar.trace.caches import kept_caches, lacks_data, tensors_of
 from autopar.trace.fake import as_on_cpu
 from autopar.trace.finite import FiniteBranches, warn_of_finite_branches
-from autopar.trace.frames import frame_text, user_frame
+from autopar.trace.forward_error import fails_itself
+from autopar.trace.frames import frame_text, user_frame, user_traceback
 from autopar.trace.hooks import REMEDY, GradientWatch
 from autopar.trace.python_state import differing, numbers_of, set_numbers, warn_of_counters
 
@@ -31,6 +32,8 @@ ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
     "use torch.where there, or hand autopar the part of the model that can be traced."
 )
+
+INPUT_ADVICE = "Pass inputs that its forward takes, or build the model for these."
 
 # How torch.export (2.11 and 2.15) refuses a forward that computes with ``tensor.data``.
 LOST_TENSOR = "fake tensor in the exported program constant's list"
@@ -111,8 +114,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     """The exported program of ``model(*args, **kwargs)`` in ``mode``; the model is not changed.
 
     Raises:
-        TraceError: torch.export refuses the model, or would lose a gradient hook, a custom backward or a no_grad. The
-            message holds the file and line in the user's model.
+        TraceError: torch.export refuses the model, or would lose a gradient hook, a custom backward or a no_grad; or
+            the model fails on these inputs without an export too. The message holds the file and line in the user's
+            model. The traceback ends with the model's frames; the error of torch.export is the ``__context__``.
     """
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
@@ -162,7 +166,12 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
                 set_numbers(model, {key: (before if key[0] in caching else once)[key] for key in changed})
                 torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
-        raise TraceError(refusal(model, error, mode, seen.data)) from error
+        for hook in hooks:
+            hook.remove()  # not to be copied
+        itself = not is_detector(model) and fails_itself(model, args, kwargs, error)
+        text = own_failure(model, args, kwargs, error, mode) if itself else refusal(model, error, mode, seen.data)
+        # A chained error would print torch's frames, more than a hundred lines, above the message.
+        raise TraceError(text).with_traceback(user_traceback(error)) from None
     finally:
         for hook in hooks:
             hook.remove()
@@ -242,10 +251,34 @@ def refusal(model: nn.Module, error: Exception, mode: Mode, data_lines: Sequence
     """
     if data_lines and LOST_TENSOR in str(error):
         return f"Cannot trace {type(model).__name__} in {mode} mode{data_lines[0]}. {DATA_ADVICE}"
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    detector = any(kind.__module__.startswith(DETECTORS) for kind in type(model).__mro__)
+    said = first_line(error)
     return (
         f"Cannot trace {type(model).__name__} in {mode} mode{frame_text(user_frame(error))}. torch.export says: "
-        f"{type(error).__name__}: {reason}{'' if reason.endswith(('.', '!', '?')) else '.'} "
-        f"{DETECTOR_ADVICE if detector else ADVICE}"
+        f"{said}{'' if said.endswith(('.', '!', '?')) else '.'} "
+        f"{DETECTOR_ADVICE if is_detector(model) else ADVICE}"
     )
+
+
+def is_detector(model: nn.Module) -> bool:
+    """Whether a model is one of torchvision's detectors."""
+    return any(kind.__module__.startswith(DETECTORS) for kind in type(model).__mro__)
+
+
+def own_failure(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception, mode: Mode) -> str:
+    """The error message for a model whose forward fails on these inputs without torch.export too."""
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    frame = frame_text(user_frame(error)).strip()
+    return (
+        f"{type(model).__name__} itself fails in {mode} mode on inputs of shape {shapes}: "
+        f"{first_line(error).rstrip('.')}{f' ({frame})' if frame else ''}. {INPUT_ADVICE}"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Class of an error and the first line of its text, if it has one."""
+    return ": ".join((type(error).__name__, *[line.strip() for line in str(error).splitlines() if line.strip()][:1]))
+
+
+def without_advice(text: str) -> str:
+    """Message of a TraceError without its general advice; unchanged if it ends with a specific remedy."""
+    return text.removesuffix(ADVICE).removesuffix(INPUT_ADVICE)

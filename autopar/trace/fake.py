@@ -24,7 +24,7 @@ def as_on_cpu(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A copy of a model and its arguments in which meta tensors are fake CPU tensors, without data."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # as torch.export sets it too
 
     def fake(tensor: Tensor) -> Tensor:
         with mode:

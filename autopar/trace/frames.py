@@ -6,8 +6,9 @@ import contextlib
 import importlib
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -16,15 +17,30 @@ AUTOPAR_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
 LIBRARY = (contextlib.__file__, importlib.__file__, traceback.__file__)  # which torch and autopar call others through
 
 
-def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+def user_frame(error: BaseException | None) -> traceback.FrameSummary | None:
     """The innermost user frame of an error or of its causes: not torch's and not autopar's."""
-    seen: BaseException | None = error
-    while seen is not None:
-        frame = innermost(traceback.extract_tb(seen.__traceback__))
+    while error is not None:
+        frame = innermost(traceback.extract_tb(error.__traceback__))
         if frame is not None:
             return frame
-        seen = seen.__cause__ or seen.__context__
+        error = error.__cause__ or error.__context__
     return None
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback of an error without the frames of torch and autopar."""
+    shown: TracebackType | None = None
+    for entry in reversed(list(walk(error.__traceback__))):
+        if not is_internal(entry.tb_frame.f_code.co_filename):
+            shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+def walk(entry: TracebackType | None) -> Iterator[TracebackType]:
+    """The entries of a traceback, the outermost first."""
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:

@@ -17,7 +17,7 @@ from autopar.ir.plan_parts import Precision
 from autopar.ir.pytree import unflatten
 from autopar.ir.status import doing
 from autopar.trace.call import Call, is_batched
-from autopar.trace.export import ADVICE
+from autopar.trace.export import without_advice
 from autopar.trace.passes import bf16_params
 from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
 from autopar.trace.passes.layouts import channels_last_images, contiguous_borders
@@ -56,10 +56,10 @@ def lower_model(
     try:
         graph = trace(traced, traced_call.args, traced_call.kwargs, mode, name)
     except TraceError as error:
-        text = str(error)
-        if low is None or "dtype" not in text or not text.endswith(ADVICE):
+        problem = without_advice(str(error))
+        if low is None or "dtype" not in problem or problem == str(error):
             raise
-        raise TraceError(text.removesuffix(ADVICE) + bf16_params.ADVICE) from error
+        raise TraceError(problem + bf16_params.ADVICE) from error
     check_shared_memory(model, graph)
     if low is not None:
         graph = with_masters(graph, {n: p.dtype for n, p in model.named_parameters()}, call.leaves)
@@ -97,11 +97,12 @@ def explain_uneven_inputs(model: nn.Module, call: Call) -> Iterator[None]:
         given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
         tensors = {n: v for n, v in given.items() if isinstance(v, torch.Tensor) and v.ndim}
         uneven = len(tensors) == len(given) and len({len(v) for v in tensors.values()}) > 1
-        if not uneven or not str(error).endswith(ADVICE):
+        problem = without_advice(str(error))
+        if not uneven or problem == str(error):
             raise
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise TraceError(
-            f"{str(error).removesuffix(ADVICE)}The likely cause: the inputs begin with different sizes ({shapes}). "
+            f"{problem}The likely cause: the inputs begin with different sizes ({shapes}). "
             f"Only those that begin with the batch, {call.batch}, are cut into microbatches; if others hold samples "
             "too, give them the same first size."
         ) from error

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 from torch import nn
 
 from autopar.errors import FrozenNumberWarning, TraceError, caller_level
@@ -42,6 +43,18 @@ def no_python_random(name: str) -> Iterator[None]:
             "trace would repeat the choice of one call for all steps. Draw with torch.rand, torch.randint or "
             "torch.bernoulli, and select with torch.where."
         )
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Within ``with``, draws leave no trace in the global generators of Python, numpy and torch's CPU."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def check_constants(graph: Graph) -> None:

@@ -185,6 +185,8 @@ def test_an_untraceable_model_is_named_with_file_and_line(user_models):
     code, _, error = invoke("plan", "own_models:Branching", "--input", "4,4", "--devices", "2")
     assert code == 4
     assert re.search(r"Cannot trace Branching in train mode at .*own_models\.py:11, in forward", error), error
+    code, _, debugged = invoke("plan", "own_models:Branching", "--input", "4,4", "--devices", "2", "--debug")
+    assert code == 4 and "in _export" in debugged and "in _export" not in error  # torch's frames
 
 
 @pytest.mark.parametrize(
@@ -400,10 +402,11 @@ def test_a_picture_needs_matplotlib(tiny_plan, tmp_path, monkeypatch):
     assert (code, out) == (2, "") and "--png needs matplotlib: pip install 'autopar[bench]'" in error
 
 
-def test_simulate_needs_no_torch(tiny_plan):
+@pytest.mark.parametrize(("name", "flags"), [("simulate", []), ("explain", ["--why-not", "tp=3"])])
+def test_simulate_and_refused_questions_need_no_torch(name: str, flags: list[str], tiny_plan):
     script = "import sys; from autopar.tools.cli.app import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
-    command = [sys.executable, "-c", script, "simulate", str(tiny_plan)]
+    command = [sys.executable, "-c", script, name, str(tiny_plan), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr
 

@@ -12,15 +12,23 @@ import torch
 from support.cli import invoke
 
 import autopar
+from autopar.errors import CheckpointError, UsageError
 from autopar.ir.status import CURRENT
+from autopar.tools.cli.command import ReportedInterrupt
+from autopar.tools.cli.early_checks import DATASETS, LIBRARIES, WITHOUT_FILES, check_data
+from autopar.tools.cli.train_run import fit
+from autopar.train import Wanted, load_data
+from autopar.train.data import datasets
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
 TORCH_AFTER = "import sys; from autopar.tools.cli.app import main\ntry: main()\nfinally: print('torch' in sys.modules)"
 VIT = ("plan", "vit_tiny_patch16_224", "--devices", "4")
+TRAIN = ("train", "vit_tiny_patch16_224", "--data")
 
 
-def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script, *args], env=ENVIRONMENT, capture_output=True, text=True)
+def run(script: str, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *args]
+    return subprocess.run(command, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True)
 
 
 IMPORTED = """
@@ -38,6 +46,13 @@ def test_import_autopar_imports_no_other_library() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        ((*TRAIN, "digits", "--devices", "3", "--dp", "3", "-b", "32"), "3 replicas cannot share a batch of 32"),
+        ((*TRAIN, "digits", "--devices", "2", "-b", "8", "--grad-accum-steps", "8", "--dp", "2"), "batch of 1 sample"),
+        ((*TRAIN, "digit"), "No data set is named 'digit'. Did you mean digits?"),
+        ((*TRAIN, "imagefolder"), "Data set 'imagefolder' needs --data-dir FOLDER"),
+        ((*TRAIN, "cifar10", "--data-dir", "none"), "--data-dir none: there is no such folder."),
+        (("verify", "none"), "none is not a checkpoint: it does not exist."),
+        (("export", "none", "-o", "out.safetensors"), "none is not a checkpoint: it does not exist."),
         (("plan", "vit_tyny_patch16_224", "--devices", "4"), "Did you mean vit_tiny_patch16_224"),
         (("train", "vit_tyny_patch16_224", "--data", "digits"), "Did you mean vit_tiny_patch16_224"),
         (("bench", "torchvision:resnet51", "--devices", "2"), "Did you mean resnet50"),
@@ -51,9 +66,67 @@ def test_import_autopar_imports_no_other_library() -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_arguments_are_refused_without_torch(args: tuple[str, ...], message: str) -> None:
-    done = run(TORCH_AFTER, *args)
-    assert (done.returncode, done.stdout) == (2, "False\n") and message in done.stderr
+def test_wrong_arguments_are_refused_without_torch(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code = 2 if args[0] not in ("verify", "export") else CheckpointError.exit_code
+    done = run(TORCH_AFTER, *args, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "False\n") and message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_early_checks_know_the_data_sets() -> None:
+    assert list(datasets.DATASETS) == list(DATASETS) and list(datasets.LIBRARIES) == list(LIBRARIES)
+    for name in WITHOUT_FILES:
+        with pytest.raises(UsageError, match="needs no files"):
+            load_data(name, Wanted(8, folder=Path("none")))
+    for name in ("digit", "hf", "hf:", "imagefolder"):
+        said = []
+        for check in (lambda n: load_data(n, Wanted(8)), lambda n: check_data(n, None, False)):
+            with pytest.raises(UsageError) as error:
+                check(name)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "where", "message"),
+    [
+        (VIT, "autopar.plan", "Interrupted."),
+        ((*TRAIN, "digits", "--devices", "1"), "autopar.tools.cli.train_run.parallelize", "Interrupted."),
+        (
+            ("bench", "vit_tiny_patch16_224", "--devices", "1"),
+            "autopar.tools.bench.run.run_bench",
+            "Interrupted before the first baseline; nothing was written.",
+        ),
+    ],
+    ids=["plan", "train", "bench"],
+)
+def test_ctrl_c_is_one_line_and_leaves_no_folder(args, where, message, tmp_path, monkeypatch) -> None:
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(where, press)
+    code, _, error = invoke("--quiet", *args)
+    assert (code, error.strip()) == (130, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "raised"), [(KeyboardInterrupt, ReportedInterrupt), (SystemExit, SystemExit)])
+def test_an_interrupted_training_loop_says_it_once(error, raised, monkeypatch, capsys) -> None:
+    class Interrupted:
+        def fit(self) -> None:
+            raise error
+
+    monkeypatch.setattr("autopar.tools.cli.train_run.farewell", lambda _: "Interrupted in epoch 1.")
+    with pytest.raises(raised):
+        fit(Interrupted())  # type: ignore[arg-type]
+    assert capsys.readouterr().err == "\nInterrupted in epoch 1.\n"
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 ENDING = """

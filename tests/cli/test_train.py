@@ -294,6 +294,34 @@ def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
     assert message in error, error
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data", "digit"], "No data set is named 'digit'."),
+        (["--data", "imagefolder"], "Data set 'imagefolder' needs --data-dir"),
+        (["--data", "digits", "--dp", "3"], "dp=3 needs a multiple of 3 devices, not 1."),
+        (["--data", "digits", "--devices", "3", "--dp", "3", "-b", "32"], "dp=3: 3 replicas cannot share"),
+        (["--data", "digits"], f"runs/{TINY[0]} holds a run already: "),
+    ],
+)
+def test_cheap_mistakes_come_before_an_earlier_run(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "runs" / TINY[0]).mkdir(parents=True)
+    (tmp_path / "runs" / TINY[0] / "history.jsonl").write_text("{}\n")
+    code, printed, error = invoke("train", *TINY, *args)
+    assert (code, printed) == (2, "") and error.startswith(f"error: {message}"), error
+
+
+def test_no_new_folder_stays_without_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for folder in ("runs/x", "mine"):
+        code, _, error = invoke("train", *TINY, "--data", "digits", "--devices", "1", "--memory", "1MiB", "-o", folder)
+        assert code == 3 and "No plan fits" in error, error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
 FACTORIES = """
 import torch
 from torch import nn

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.errors import UsageError
-from autopar.tools.cli.command import takes_flags
+from autopar.tools.cli.command import ReportedInterrupt, takes_flags
 from autopar.tools.cli.flags import JsonFlag, ModelArgument, ModelFlags, PlanFlags, RunFlags
 from autopar.tools.cli.json_output import prints_json, show_json
 
@@ -233,10 +233,10 @@ def run_baselines(request: BenchRequest, outputs: OutputFlags, as_json: bool) ->
             written = outputs.report(error.output, as_json)
         what = f"rows so far in {', '.join(map(str, written))}" if written else "nothing was written"
         typer.echo(f"Interrupted {error}; {what}.", err=True)
-        raise
-    except KeyboardInterrupt:
+        raise ReportedInterrupt from error
+    except KeyboardInterrupt as error:
         typer.echo("Interrupted before the first baseline; nothing was written.", err=True)
-        raise
+        raise ReportedInterrupt from error
     outputs.report(output, as_json)
     if outputs.trace is not None and output.trace is None:
         typer.echo(f"No step of the plan was measured, so {outputs.trace} is not written.", err=True)

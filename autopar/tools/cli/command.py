@@ -23,6 +23,10 @@ SEVERAL = {"--model-kwargs": "=", "--wandb-tags": ""}  # flags with several valu
 ANYWHERE = ("--debug", "--quiet")  # flags of all commands
 
 
+class ReportedInterrupt(KeyboardInterrupt):
+    """Ctrl-C in a command that has printed what is saved."""
+
+
 class Commands(TyperGroup):
     """All commands. ``--debug`` and ``--quiet`` may stand anywhere in the command line."""
 
@@ -59,6 +63,8 @@ class Command(TyperCommand):
         except AutoparError as error:
             raise report(error, str(error), error.exit_code, debug) from error
         except KeyboardInterrupt as error:
+            if not isinstance(error, ReportedInterrupt):
+                typer.echo("Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from error
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
@@ -71,9 +77,18 @@ class Command(TyperCommand):
 def report(error: BaseException, message: str, exit_code: int, debug: bool) -> typer.Exit:
     """Print an error, with its traceback under ``--debug``, and return the exit with its code."""
     if debug:
-        traceback.print_exception(error)
+        traceback.print_exception(with_contexts(error))
     say("error", typer.colors.RED, message)
     return typer.Exit(exit_code)
+
+
+def with_contexts(error: BaseException) -> BaseException:
+    """The error, whose traceback shows the errors that led to it also where ``raise … from None`` hides them."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__suppress_context__ = False
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def say(word: str, color: str, message: str) -> None:

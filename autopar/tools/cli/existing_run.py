@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from autopar.errors import UsageError
 from autopar.runtime.launch.environment import broadcast_from_rank0, launched
 from autopar.tools.cli.output import remark
-from autopar.train import LAST, Trainer, check_free, last_of, lies_in, remove_run, run_in, run_on_rank_zero
+from autopar.train import (
+    LAST,
+    Trainer,
+    check_free,
+    is_rank_zero,
+    last_of,
+    lies_in,
+    make_folder,
+    remove_run,
+    run_in,
+    run_on_rank_zero,
+)
 from autopar.train.run.state import latest_by_rank_zero
 
 AUTO = "auto"  # of --resume
@@ -39,6 +52,24 @@ def check_folder(folder: Path, checkpoint: Path | None, overwrite: bool) -> None
             go_on="--resume {}",
             instead="choose another --output, or pass --overwrite to remove it and start over.",
         )
+
+
+@contextmanager
+def results_folder(folder: Path) -> Iterator[None]:
+    """Within ``with``, the folder for results exists on rank 0; afterwards, folders that are new and empty are removed.
+
+    Raises:
+        UsageError: the folder cannot be created.
+    """
+    new = [each for each in (folder, *folder.parents) if not each.exists()] if is_rank_zero() else []
+    try:
+        if is_rank_zero():
+            make_folder(folder)
+        yield
+    finally:
+        with suppress(OSError):  # a folder with files stays, and so do those around it
+            for each in new:
+                each.rmdir()
 
 
 def remove_earlier(folder: Path) -> None:

@@ -26,15 +26,19 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint's weights as a state dict of the unmodified model, which timm loads by checkpoint_path=."""
-    from autopar.api.checkpoint import read_header, read_weights
     from autopar.errors import UsageError
     from autopar.ir.units import plural
+    from autopar.runtime.checkpoint.folder import read_header
     from autopar.tools.cli.output import check_writable
-    from autopar.train import last_of, save_weights
 
     check_writable(output)
     if output.suffix != ".safetensors":  # by its name, timm would read another format
         raise UsageError(f"-o {output} must end in .safetensors: that is the format of the file.")
+    if not checkpoint.is_dir():
+        read_header(checkpoint)  # raises, before torch is imported
+    from autopar.api.checkpoint import read_weights
+    from autopar.train import last_of, save_weights
+
     checkpoint = last_of(checkpoint)
     header = read_header(checkpoint)
     weights = read_weights(checkpoint, ema)

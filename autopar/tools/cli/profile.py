@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.errors import UsageError, suggest
+from autopar.tools.cli.command import ReportedInterrupt
 from autopar.tools.cli.flags import JsonFlag
 from autopar.tools.cli.json_output import prints_json, show_json
 
@@ -219,9 +220,9 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
     try:
         with exits_on_sigterm(), showing_progress(len(todo)) as progress:
             (request.ranks.measure if request.ranks else measure)(setting, todo, part, reused, progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         typer.echo(f"Interrupted; measurements so far are in {part}. The same command resumes from there.", err=True)
-        raise
+        raise ReportedInterrupt from error
     points = {point.case: point for point in load_points(part, setting).points}
     return RawMeasurements(setting, tuple(points[case] for case in request.cases if case in points)), len(todo)
 

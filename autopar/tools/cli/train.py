@@ -99,8 +99,9 @@ def train(
     as_json: JsonFlag = False,
 ) -> None:
     """Train MODEL on an image data set over N devices, and show that its weights work in the unmodified model."""
-    from autopar.api.model_names import check_known
     from autopar.ir.plan import Plan
+    from autopar.runtime.launch.environment import launched
+    from autopar.tools.cli.early_checks import check_data, check_request
 
     del config  # its values are the other flags' by now
     if val_only:
@@ -116,7 +117,12 @@ def train(
     accumulated = optimizer_flags.grad_accum_steps
     batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
     folder = output or Path("runs") / model.replace(":", "_")
-    check_known(model)
+    launch = launched()
+    world = launch.world if launch is not None else None
+    devices = devices or (given.mesh.devices if given is not None else world)
+    check_data(data_flags.data, data_flags.data_dir, data_flags.download)
+    # `run` refuses a batch that is no multiple of the accumulation steps.
+    check_request(model, None if batch % accumulated else devices, batch // accumulated, constraints)
     from autopar.tools.cli.train_request import Run  # imports torch
     from autopar.tools.cli.train_run import run
 

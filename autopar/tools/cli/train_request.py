@@ -34,8 +34,9 @@ ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that
 
 @dataclass(frozen=True)
 class Run:
-    """Values of the flags of ``autopar train``. ``plan`` and ``devices`` are None if their flags are not given.
+    """Values of the flags of ``autopar train``. ``plan`` is None if its flag is not given.
 
+    ``devices`` are the flag's, else the plan's or torchrun's; None if the machine decides.
     ``flags`` are the values of all flags by name, as given, for trackers.
     """
 

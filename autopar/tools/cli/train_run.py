@@ -19,8 +19,10 @@ from autopar.api.parallelize import parallelize
 from autopar.errors import UsageError
 from autopar.ir.terminal import is_quiet
 from autopar.ir.units import percent, plural
-from autopar.runtime.launch.environment import broadcast_from_rank0, launched
-from autopar.tools.cli.existing_run import farewell, remove_earlier, resumed_checkpoint
+from autopar.runtime.launch.environment import broadcast_from_rank0
+from autopar.tools.cli.command import ReportedInterrupt
+from autopar.tools.cli.early_checks import check_mesh
+from autopar.tools.cli.existing_run import farewell, remove_earlier, results_folder, resumed_checkpoint
 from autopar.tools.cli.initial_weights import check_weights_flags, start_model
 from autopar.tools.cli.json_output import show_json
 from autopar.tools.cli.models import named_plan
@@ -57,7 +59,6 @@ from autopar.train import (
     exits_on_sigterm,
     exported_updates,
     is_rank_zero,
-    make_folder,
     num_images,
     read_run,
     run_on_rank_zero,
@@ -81,15 +82,17 @@ def run(asked: Run) -> None:
         TrainingError: a loss was not finite, or the accuracies differ.
     """
     check_weights_flags(asked)
+    devices = asked.devices or visible_gpus(asked) or 1
+    check_mesh(devices, asked.at_once, asked.constraints)
     if asked.data.loader != CPU:
         decode_beside_steps()
     with exits_on_sigterm():
-        (validate if asked.val_only else run_to_the_end)(asked)
+        (validate if asked.val_only else run_to_the_end)(asked, devices)
 
 
-def validate(asked: Run) -> None:
+def validate(asked: Run, devices: int) -> None:
     """Evaluate the model that training would start from, and print its metrics."""
-    devices = number_of_devices(asked)
+    show_devices(asked)
     source, data, _ = model_and_data(asked)
     loader = possible_loader(asked, data)
     show_images(data)
@@ -108,10 +111,10 @@ def validate(asked: Run) -> None:
         )
 
 
-def run_to_the_end(asked: Run) -> None:
+def run_to_the_end(asked: Run, devices: int) -> None:
     """As `run`, but SIGTERM outside of the training loop kills the process."""
     checkpoint = resumed_checkpoint(asked.folder, asked.resume, asked.overwrite)
-    devices = number_of_devices(asked)
+    show_devices(asked)
     source, data, outputs = model_and_data(asked)
     loader, mixup = possible_loader(asked, data), asked.mixup(outputs)
     show_images(data)
@@ -125,9 +128,8 @@ def run_to_the_end(asked: Run) -> None:
     if torch.cuda.is_available():  # prices of convolutions assume the fastest algorithms, and sizes do not change
         torch.backends.cudnn.benchmark = True
     updating = how_to_update(asked, model, steps)
-    if is_rank_zero():
-        make_folder(asked.folder)
-    with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
+    settled = {"plan": asked.plan, "seed": asked.seed, **updating, **asked.constraints}
+    with results_folder(asked.folder), parallelize(model, devices, example, **settled) as pm:
         if loader == AUTO:
             make = partial(training_images, asked, pm, source, data, mixup)
             loader = faster_loader(pm, make, asked.workers)
@@ -283,9 +285,11 @@ def fit(trainer: Trainer) -> None:
     """Train; on Ctrl-C or SIGTERM print what is saved and the command that resumes."""
     try:
         trainer.fit()
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as error:
         if is_rank_zero():
             typer.echo(f"\n{farewell(trainer)}", err=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise ReportedInterrupt from error
         raise
 
 
@@ -330,16 +334,14 @@ def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: i
         )
 
 
-def number_of_devices(asked: Run) -> int:
-    """Number of devices: ``--devices``, else the plan's or torchrun's, else all GPUs, else one CPU process."""
-    launch = launched()
-    if asked.devices is not None:
-        return asked.devices
-    if asked.plan is not None:
-        return asked.plan.mesh.devices
-    if launch is not None:
-        return launch.world
-    gpus = 0 if asked.constraints.get("backend") == "gloo" else torch.cuda.device_count()
-    where = f"all {gpus} GPUs" if gpus > 1 else "the GPU" if gpus else "one CPU process"
-    remark(f"Training on {where} of this machine; --devices N chooses another number.\n")
-    return gpus or 1
+def visible_gpus(asked: Run) -> int:
+    """Number of GPUs that the run may use."""
+    return 0 if asked.constraints.get("backend") == "gloo" else torch.cuda.device_count()
+
+
+def show_devices(asked: Run) -> None:
+    """Print the number of devices, if the machine decides it."""
+    if asked.devices is None:
+        gpus = visible_gpus(asked)
+        where = f"all {gpus} GPUs" if gpus > 1 else "the GPU" if gpus else "one CPU process"
+        remark(f"Training on {where} of this machine; --devices N chooses another number.\n")

@@ -29,6 +29,9 @@ def verify(
     from autopar.errors import CheckpointError
     from autopar.ir.units import plural
     from autopar.runtime.checkpoint.folder import is_checkpoint, kept, read_header
+
+    if not checkpoint.is_dir():
+        read_header(checkpoint)  # raises, before torch is imported
     from autopar.runtime.checkpoint.verify import verified
     from autopar.tools.cli.output import show
     from autopar.tools.report.verify_table import verify_numbers, verify_parts

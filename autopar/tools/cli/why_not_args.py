@@ -79,7 +79,7 @@ class WhyNotFlags:
                 raise UsageError(f"{flag} is for --why-not, which is not given. Leave it out.")
 
     def answers(self, plan: Plan) -> tuple[WhyNotResult, ...]:
-        """Answers to the questions; the model is built and traced if there are any.
+        """Answers to the questions; the model is built and traced unless all contradict the plan's devices or batch.
 
         Raises:
             UsageError, HardwareError, PlanError, TraceError: as `autopar.tools.cli.replan.rebuilt_of` and
@@ -87,12 +87,33 @@ class WhyNotFlags:
         """
         if not self.why_not:
             return ()
+        refused = [refusal(plan, text) for text in self.why_not]
+        if None not in refused:
+            return tuple(filter(None, refused))
         from autopar.tools.cli.replan import rebuilt_of  # imports torch
         from autopar.tools.explain.why_not import Query, answers
 
         kwargs = parse_kwargs(self.model_kwargs) if self.model_kwargs is not None else None
         rebuilt = rebuilt_of(plan, self.model, kwargs, self.hardware, self.opt, self.model_ema, self.channels_last)
         return answers(plan, rebuilt, [Query(text, parse_constraints(text)) for text in self.why_not])
+
+
+def refusal(plan: Plan, text: str) -> WhyNotResult | None:
+    """Answer to a question whose sizes contradict the plan's devices or batch; None to others.
+
+    Raises:
+        UsageError: a constraint is impossible for every mesh.
+    """
+    from autopar.api.options import Options
+    from autopar.solve.space.meshes import check_sizes
+    from autopar.tools.explain.why_not_result import WhyNotResult
+
+    constraints = Options.of(parse_constraints(text)).constraints(plan.mesh.devices, plan.batch)
+    try:
+        check_sizes(constraints)
+    except UsageError as error:
+        return WhyNotResult(text, str(error))
+    return None
 
 
 def parse_constraints(text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -60,10 +61,6 @@ def sets_data(self: Body, x: torch.Tensor) -> torch.Tensor:
     return self.lin(x)
 
 
-def raises(self: Body, x: torch.Tensor) -> torch.Tensor:
-    raise ValueError("no such head")  # own error
-
-
 REFUSED = {
     "branch": (branches, "return x if self.lin(x).sum() > 0 else -x"),
     "loop": (loops, "for _ in range(int(x.max())):"),
@@ -71,7 +68,6 @@ REFUSED = {
     "print": (formats, 'print(f"{self.lin(x).mean():.3f}")'),
     "data is read": (reads_data, "Read tensor.detach() instead"),
     "data is set": (sets_data, "in place under torch.no_grad()"),
-    "own error": (raises, "ValueError: no such head"),
 }
 
 
@@ -86,6 +82,67 @@ def test_a_refusal_names_file_line_and_code(case: str, capfd: pytest.CaptureFixt
         f"Cannot trace Body in train mode at {__file__}:{line}, in {function.__name__}" in message and part in message
     )
     assert "def forward" not in capfd.readouterr().err  # torch prints the graph so far; a user gets the message only
+
+
+def checks_size(self: Body, x: torch.Tensor) -> torch.Tensor:
+    assert x.shape[1] == 3, "Not 3 features."  # size
+    return self.lin(x)
+
+
+def only_evaluates(self: Body, x: torch.Tensor) -> torch.Tensor:
+    if self.training:
+        raise ValueError("no such head")  # own error
+    return self.lin(x)
+
+
+def narrows(self: Body, x: torch.Tensor) -> torch.Tensor:
+    return self.lin(x[:, :3])  # operator
+
+
+def calls_with_two(self: Body, x: torch.Tensor) -> torch.Tensor:
+    return self.lin(x, x)  # call
+
+
+OWN = {
+    "size": (checks_size, "AssertionError: Not 3 features (at"),
+    "own error": (only_evaluates, "ValueError: no such head (at"),
+    "operator": (narrows, "RuntimeError: "),
+    "call": (calls_with_two, "TypeError: Linear.forward() takes 2 positional arguments but 3 were given"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("case", OWN)
+def test_an_error_of_the_model_itself_is_not_blamed_on_the_trace(case: str, device: str) -> None:
+    function, part = OWN[case]
+    line = next(i for i, code in enumerate(Path(__file__).read_text().splitlines(), 1) if code.endswith(f"  # {case}"))
+    model = Body(function).to(device).eval()
+    with pytest.raises(TraceError) as caught:
+        trace(model, (X,))
+    message = str(caught.value)
+    assert f"Body itself fails in train mode on inputs of shape [2, 4]: {part}" in message, message
+    assert f" (at {__file__}:{line}, in {function.__name__}: `" in message, message
+    assert message.endswith("`). Pass inputs that its forward takes, or build the model for these."), message
+    assert not any(module.training for module in model.modules())
+
+
+def test_an_error_without_a_text_is_named_once() -> None:
+    def forward(self: Body, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    with pytest.raises(TraceError, match=r"shape \[2, 4\]: NotImplementedError \(at "):
+        trace(Body(forward), (X,))
+
+
+@pytest.mark.parametrize("function", [branches, checks_size])
+def test_a_traceback_shows_the_frames_of_the_model_and_none_of_torch(function: Callable) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Body(function), (X,))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and f"in {function.__name__}\n" in shown
+    assert "torch/export" not in shown and "torch/nn/modules/module.py" not in shown
+    hidden = caught.value.__context__
+    assert hidden is not None and "torch/export" in "".join(traceback.format_tb(hidden.__traceback__))
 
 
 def test_a_parameter_that_a_forward_replaces_is_named() -> None:

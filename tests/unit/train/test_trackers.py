@@ -30,8 +30,6 @@ from autopar.train.trackers.wandb_files import history
 from autopar.train.trackers.wandb_run import logged_by
 
 CONFIG = {"lr": 3e-3, "betas": [0.9, 0.99], "folder": Path("data"), "left_out": None}
-
-
 WRITE_SECONDS = 30.0
 
 
