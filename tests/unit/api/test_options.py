@@ -167,8 +167,9 @@ def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.Mo
 
 
 def test_a_scripted_model_is_refused() -> None:
+    scripted: Any = torch.jit.trace(mlp(), torch.randn(4, 8))
     with pytest.raises(UsageError, match=r"is a torch\.jit\.ScriptModule.*Pass the module before"):
-        autopar.plan(torch.jit.trace(mlp(), torch.randn(4, 8)), 2, torch.randn(4, 8))
+        autopar.plan(scripted, 2, torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("asked", [{"cuda_graph": True}, {"transport": "nccl"}, {"transport": "symmetric"}])
