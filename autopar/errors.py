@@ -189,14 +189,12 @@ def letters_and_digits(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def is_internal(file: str) -> bool:
-    """Whether the frames of a file are not the user's."""
-    return file.startswith(INTERNAL) or file.endswith(BETWEEN)
-
-
 def caller_level() -> int:
     """The ``stacklevel`` with which `warnings.warn`, called by this function's caller, names the user's line."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and is_internal(frame.f_code.co_filename):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(INTERNAL) and not file.endswith(BETWEEN):
+            break
         frame, level = frame.f_back, level + 1
     return level

@@ -1,4 +1,4 @@
-"""Errors that a model raises on its inputs without torch.export: of wrong shapes, and of checks of its own."""
+"""Errors that a model raises by itself, without torch.export, such as those of inputs of a wrong shape."""
 
 from __future__ import annotations
 

@@ -106,6 +106,7 @@ class PredictedStep:
     """A measured step with its prediction.
 
     Args:
+        milliseconds: predicted.
         errors: of the parts of the step, by the numbers of the cost model alone.
     """
 
@@ -115,7 +116,7 @@ class PredictedStep:
 
     @property
     def error(self) -> float:
-        """Of the step, relative to the prediction."""
+        """Error of the step, relative to the prediction."""
         return abs(self.step.milliseconds / self.milliseconds - 1)
 
     def with_fusion_error(self, fusion_error: float) -> Mapping[str, float]:

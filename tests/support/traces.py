@@ -79,7 +79,7 @@ def shared_trace(
         fcntl.flock(cached, fcntl.LOCK_EX)  # concurrent ranks wait for the first
         cached.seek(0)
         if pickled := cached.read():
-            with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own tree specs
+            with warnings.catch_warnings(action="ignore"):  # torch 2.11 calls its own class deprecated
                 return pickle.loads(pickled)
         with warnings.catch_warnings(record=True) as caught:
             graph = trace(model, args, kwargs, mode, name)
